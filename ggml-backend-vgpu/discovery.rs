@@ -70,7 +70,11 @@ pub(crate) fn discover(ggml: &Ggml) -> Result<Discovery, DiscoveryError> {
                         }
                         found.push((address, session));
                     }
-                    Err(error) => missing.push(error.to_string()),
+                    Err(error) => {
+                        missing.push(error.to_string());
+                        // Each further attempt might wait as long as this one.
+                        break;
+                    }
                 }
                 device += 1;
             }

@@ -8,7 +8,7 @@ use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, StopFlag};
 use vgpu_transport::ir::{Graph, Node, Op, PoolKind, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::window::inproc_pair;
-use vgpu_transport::wire::MIN_EXTENT;
+use vgpu_transport::wire::{DeviceIndex, MIN_EXTENT, Offer};
 
 fn hello(offer: Offer) -> Hello {
     Hello {
@@ -190,9 +190,7 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
 #[test]
 fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
     use vgpu_transport::link::HostEnd as _;
-    use vgpu_transport::wire::{
-        DeviceCount, DeviceIndex, HostVersions, Offer, ProtocolVersion, VersionRange,
-    };
+    use vgpu_transport::wire::{DeviceCount, HostVersions, ProtocolVersion, VersionRange};
     let engine = CpuEngine::new(1, Some(1 << 20)).unwrap();
     for (offered, chosen, is_offered) in [
         (Offer::only(ProtocolVersion::V3), ProtocolVersion::V4, false),

@@ -81,6 +81,19 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// Whether the guest may use this device.
+    pub fn permits(&self, device: usize) -> bool {
+        self.devices.is_empty() || self.devices.contains(&device)
+    }
+
+    /// These limits on a device: nothing is reserved where the guest may use nothing.
+    pub(crate) fn on_device(&self, device: usize) -> Policy {
+        Policy {
+            memory: self.memory.filter(|_| self.permits(device)),
+            ..self.clone()
+        }
+    }
+
     /// The largest weight.
     pub const MAX_WEIGHT: u32 = 1000;
 }

@@ -82,13 +82,14 @@ impl Status {
         std::iter::once(&self.engine).chain(&self.further_engines)
     }
 
-    /// Bytes of memory that a guest can have on all devices: its quota on each, or what they have.
+    /// Bytes of memory that a guest can have on all of its devices: its quota on each, or what they
+    /// have.
     pub fn memory_for(&self, guest: &GuestStatus) -> u64 {
-        let totals = self.engines().map(|engine| engine.memory_total);
-        match guest.quota {
-            Some(quota) => quota.saturating_mul(self.engines().count() as u64),
-            None => totals.fold(0, u64::saturating_add),
-        }
+        let permitted = |device: &usize| guest.devices.is_empty() || guest.devices.contains(device);
+        let engines = self.engines().enumerate();
+        let own = engines.filter(|(device, _)| permitted(device));
+        own.map(|(_, engine)| guest.quota.unwrap_or(engine.memory_total))
+            .fold(0, u64::saturating_add)
     }
 
     /// Whether there is more than one device.
@@ -109,6 +110,9 @@ impl Status {
     ) -> impl Iterator<Item = (&EngineStatus, impl Iterator<Item = (&GuestStatus, &Usage)>)> {
         self.engines().enumerate().map(|(device, engine)| {
             let guests = self.guests.iter().filter_map(move |guest| {
+                if !guest.devices.is_empty() && !guest.devices.contains(&device) {
+                    return None;
+                }
                 let usage = match guest.by_device.is_empty() {
                     true => (device == 0).then_some(&guest.usage),
                     false => guest.by_device.get(device),
@@ -295,7 +299,8 @@ pub struct GuestStatus {
     pub quota: Option<u64>,
     /// Share of each device's time, relative to the other guests.
     pub weight: u32,
-    /// Number of sessions: of connected programs, each with one for each device that it uses.
+    /// Number of connected programs: of sessions on the first device that the guest may use. Of a
+    /// supervisor, the number of sessions.
     pub sessions: usize,
     /// What the programs of the guest use and have done, including programs that have disconnected,
     /// on all devices.
@@ -304,6 +309,9 @@ pub struct GuestStatus {
     /// The same for each device, in their order. Empty if there is one device.
     #[serde(default)]
     pub by_device: Vec<Usage>,
+    /// The devices that the guest may use. Empty: all.
+    #[serde(default)]
+    pub devices: Vec<usize>,
 }
 
 /// A session: a connected program of a guest.

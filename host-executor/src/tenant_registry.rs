@@ -57,10 +57,16 @@ impl Default for Rules {
 /// The sum of the quotas exceeds an engine's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the quotas of the guests add up to {promised} bytes, the engine has {total}: lower a quota, \
-     or set overcommit = true"
+    "the quotas of the guests add up to {promised} bytes, the engine{} has {total}: lower a quota, \
+     or set overcommit = true",
+    match device {
+        0 => String::new(),
+        device => format!(" of device {device}"),
+    }
 )]
 pub struct QuotaError {
+    /// The index of the device.
+    pub device: usize,
     /// Sum of the quotas in bytes.
     pub promised: u64,
     /// Memory of the engine in bytes.
@@ -134,22 +140,35 @@ impl Rules {
         Ok(())
     }
 
-    /// Checks that an engine with `total` bytes of memory can keep the quotas.
+    /// Checks that the engine of a device, which has `total` bytes of memory, can keep the quotas of
+    /// the guests that may use the device.
     ///
     /// # Errors
     /// [`QuotaError`] if the quotas exceed the memory and overcommitment is not allowed.
-    pub fn check_memory(&self, total: u64) -> Result<(), QuotaError> {
-        let quotas = self.guests.iter().filter_map(|guest| guest.policy.memory);
+    pub fn check_memory(&self, device: usize, total: u64) -> Result<(), QuotaError> {
+        let guests = self.guests.iter();
+        let quotas = guests.filter_map(|guest| guest.policy.on_device(device).memory);
         let promised = quotas.fold(0u64, u64::saturating_add);
         match self.overcommit || promised <= total {
             true => Ok(()),
-            false => Err(QuotaError { promised, total }),
+            false => Err(QuotaError {
+                device,
+                promised,
+                total,
+            }),
         }
     }
 }
 
-/// A guest: its tenant on each device, in the order of the devices. All of them have one number.
+/// A guest: its tenant on each device, in the order of the devices. There is at least one, and all
+/// of them have one number.
 pub(crate) type GuestTenants = Vec<Arc<Tenant>>;
+
+/// The guest's tenant on the first device that the guest may use.
+pub(crate) fn on_first_device(tenants: &GuestTenants) -> &Arc<Tenant> {
+    let first = tenants[0].policy().devices.first().copied();
+    tenants.get(first.unwrap_or(0)).unwrap_or(&tenants[0])
+}
 
 /// The tenants of the engines of a server.
 #[derive(Debug)]
@@ -264,8 +283,8 @@ impl TenantRegistry {
     /// # Errors
     /// [`QuotaError`]: nothing has changed.
     pub(crate) fn apply(&self, rules: Rules) -> Result<(), QuotaError> {
-        for ledger in &self.ledgers {
-            rules.check_memory(ledger.total())?;
+        for (device, ledger) in self.ledgers.iter().enumerate() {
+            rules.check_memory(device, ledger.total())?;
         }
         let mut state = self.state.lock();
         for ledger in &self.ledgers {
@@ -278,8 +297,8 @@ impl TenantRegistry {
         for rule in rules.guests {
             let tenants = match known.remove(&rule.name) {
                 Some(tenants) => {
-                    for tenant in &tenants {
-                        tenant.set_policy(rule.policy.clone());
+                    for (device, tenant) in tenants.iter().enumerate() {
+                        tenant.set_policy(rule.policy.on_device(device));
                     }
                     tenants
                 }
@@ -306,9 +325,9 @@ impl TenantRegistry {
     /// A guest that the configuration names, on each device.
     fn named(&self, name: &str, policy: &Policy) -> GuestTenants {
         let id = new_tenant_id();
-        let ledgers = self.ledgers.iter();
+        let ledgers = self.ledgers.iter().enumerate();
         ledgers
-            .map(|ledger| Tenant::named(id, name, policy.clone(), ledger))
+            .map(|(device, ledger)| Tenant::named(id, name, policy.on_device(device), ledger))
             .collect()
     }
 

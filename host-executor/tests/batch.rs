@@ -288,7 +288,9 @@ fn batches_can_be_turned_off_for_all_guests_or_for_one() {
     for (limits, policy) in [(limits, Policy::default()), (Limits::default(), off)] {
         let host = Host::limited(common::cpu(), limits, 64);
         let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
-        host.server.share_weights(weights.clone());
+        host.server
+            .share_weights(weights.clone())
+            .expect("a thread");
         let guest = GuestRule {
             name: "alice".into(),
             uids: vec![7],

@@ -409,7 +409,7 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let host = host_on(&device);
     let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
-    host.server.share_weights(store.clone());
+    host.server.share_weights(store.clone()).expect("a thread");
     let model = model(3);
     let (mut one, one_has) = first(&host, &store, 7, &model);
     // The second sends nothing of the large tensors.
@@ -473,7 +473,7 @@ fn graph_from_before_the_seal_does_not_write_into_the_weights_of_others() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let host = host_on(&device);
     let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
-    host.server.share_weights(store.clone());
+    host.server.share_weights(store.clone()).expect("a thread");
     let model = model(5);
     let mut hostile = guest(&host, 7);
     let (weights, _) = for_weights(&mut hostile, MODEL);
@@ -511,7 +511,7 @@ fn graph_that_needs_a_copy_of_attached_weights_runs_once_there_is_memory() {
     let device = Arc::new(Spy::running());
     let host = host_on(&device);
     let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
-    host.server.share_weights(store.clone());
+    host.server.share_weights(store.clone()).expect("a thread");
     let content: Vec<u8> = (0..64 / 32 * 17 * 4096u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + 0x78)
         .collect();

@@ -74,10 +74,12 @@ fn weights_take_their_mappings_from_the_guest() {
         mappings: 80,
         ..Limits::default()
     });
-    host.server.share_weights(
-        vgpu_executor::WeightStore::new(vgpu_executor::weights::Sharing::Tenant, None)
-            .expect("no folder"),
-    );
+    host.server
+        .share_weights(
+            vgpu_executor::WeightStore::new(vgpu_executor::weights::Sharing::Tenant, None)
+                .expect("no folder"),
+        )
+        .expect("a thread");
     let mut guest = host.guest_of(1);
     // Each takes 17: two for its regions, 15 for parts that are written while others use them.
     let content = vec![7; MIN_EXTENT as usize];

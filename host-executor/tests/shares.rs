@@ -6,7 +6,7 @@ mod common;
 use std::thread;
 
 use common::{Build, Guest, Host, MEMORY, add, bytes, cpu};
-use vgpu_executor::{GuestRule, Identity, LinkKind, Peer, Policy, Rules};
+use vgpu_executor::{GuestRule, Identity, LinkKind, Peer, Policy, QuotaError, Rules, RulesError};
 use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
@@ -119,7 +119,12 @@ fn excessive_quotas_are_refused_and_the_previous_quotas_remain() {
         rule("bob", 2, quota(1)),
     ]);
     let error = host.server.apply(too_much.clone()).expect_err("one byte");
-    assert_eq!((error.promised, error.total), (MEMORY + 1, MEMORY));
+    let quota = QuotaError {
+        device: 0,
+        promised: MEMORY + 1,
+        total: MEMORY,
+    };
+    assert_eq!(error, RulesError::Quota(quota));
     assert_eq!(figures(&mut host.guest_of(1)), (10, 10));
     let overcommitted = Rules {
         overcommit: true,

@@ -24,7 +24,7 @@ use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
 
 use common::{Guest, MEMORY, TIMEOUT, log};
-use machine::{Dir, Machine, executor, executor_with, wait_for};
+use machine::{Dir, Machine, executor, executor_of_two_devices, executor_with, wait_for};
 
 /// The log says of one of the sessions with this peer that it was evicted.
 fn expect_one_evicted(peer: &str) {
@@ -154,9 +154,10 @@ fn program_that_takes_memory_and_waits() {
     let devices = Path::new(&devices);
     let end = connect(devices, all(devices)[0].address, TIMEOUT).expect("a slot");
     let mut guest = Guest::new(Box::new(end));
-    guest.hello();
-    let size = std::env::var("VGPU_TEST_SIZE").expect("a size");
-    guest.alloc(size.parse().expect("a number"));
+    let number = |name| std::env::var(name).expect(name).parse().expect("a number");
+    let device = u32::try_from(number("VGPU_TEST_DEVICE")).expect("a device");
+    guest.hello_for(Offer::SERVED, device);
+    guest.alloc(number("VGPU_TEST_SIZE"));
     println!("ready");
     // The parent kills this process.
     std::thread::sleep(10 * TIMEOUT);
@@ -164,11 +165,17 @@ fn program_that_takes_memory_and_waits() {
 
 /// A program of a machine in a process of its own.
 fn start_program(machine: &Machine, size: u64) -> Child {
+    start_program_on(0, machine, size)
+}
+
+/// The same on another device.
+fn start_program_on(device: u32, machine: &Machine, size: u64) -> Child {
     let mut child = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", "program_that_takes_memory_and_waits"])
         .args(["--ignored", "--nocapture"])
         .env(DEVICES, &machine.sysfs.0)
         .env("VGPU_TEST_SIZE", size.to_string())
+        .env("VGPU_TEST_DEVICE", device.to_string())
         .stdout(Stdio::piped())
         .spawn()
         .expect("this program");
@@ -319,6 +326,36 @@ fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
     // Three programs were refused memory and left.
     assert_eq!(ended, [("closed", 3), ("link", 1)]);
     expect_one_evicted(" peer=vm memory slot ");
+}
+
+#[test]
+fn killed_program_on_another_device_keeps_its_session() {
+    let dir = Dir::new();
+    // Silence never ends a session.
+    let server = executor_of_two_devices(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let mut programs = [0, 1].map(|device| start_program_on(device, &machine, MUCH));
+    for program in &mut programs {
+        program.kill().expect("a child");
+        program.wait().expect("a child");
+    }
+    let mut guest = machine.guest();
+    wait_for("the memory of the killed program", || {
+        let buffer = guest.new_buffer();
+        let size = MUCH;
+        matches!(
+            guest.ask(&Request::Alloc { buffer, size }),
+            Reply::Done { .. }
+        )
+    });
+    // The memory of the first device was needed, and no other.
+    let status = server.status_handle().status();
+    let devices: Vec<usize> = status.sessions.iter().map(|one| one.device).collect();
+    assert_eq!(devices, [1, 0], "{status:?}");
+    let held: Vec<u64> = { status.guests[0].by_device.iter() }
+        .map(|usage| usage.memory)
+        .collect();
+    assert_eq!(held, [MUCH, MUCH]);
 }
 
 /// All programs of a paused machine are silent, also for a moment after the pause. One that needs

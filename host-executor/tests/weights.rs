@@ -508,7 +508,7 @@ fn extents_per_buffer_are_limited() {
     let engine = CpuEngine::new(1, Some(MEMORY)).expect("a thread");
     let host = Host::limited(Arc::new(engine), Limits::default(), 64);
     let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
-    host.server.share_weights(weights);
+    host.server.share_weights(weights).expect("a thread");
     let mut guest = guest(&host, 7);
     let (buffer, _) = for_weights(&mut guest, (MAX_EXTENTS as u64 + 1) * MIN_EXTENT);
     let extent = |offset| Request::Extent {

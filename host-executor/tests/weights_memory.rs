@@ -84,7 +84,7 @@ impl Engine for Contended {
 fn host(engine: &Arc<Contended>) -> Host {
     let host = Host::new(engine.clone());
     let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
-    host.server.share_weights(weights);
+    host.server.share_weights(weights).expect("a thread");
     host
 }
 

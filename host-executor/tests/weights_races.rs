@@ -51,7 +51,9 @@ fn host() -> (Host, WeightStore) {
     let engine = CpuEngine::new(1, Some(1 << 30)).expect("a thread");
     let host = Host::limited(Arc::new(engine), Limits::default(), 64);
     let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
-    host.server.share_weights(weights.clone());
+    host.server
+        .share_weights(weights.clone())
+        .expect("a thread");
     (host, weights)
 }
 

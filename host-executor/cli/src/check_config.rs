@@ -111,11 +111,10 @@ fn checked(settings: &Settings) -> anyhow::Result<Checked> {
     let rules = settings.rules();
     rules.check_devices(selection.engines.len())?;
     let (mut devices, mut memory) = (Vec::new(), u64::MAX);
-    for kind in &selection.engines {
+    for (device, kind) in selection.engines.iter().enumerate() {
         let engine = engine::start(kind, Threads::from(1), settings.memory)?;
         let total = engine.memory().total;
-        // Every quota holds on each device.
-        rules.check_memory(total)?;
+        rules.check_memory(device, total)?;
         memory = memory.min(total);
         devices.push(engine.description().to_owned());
     }

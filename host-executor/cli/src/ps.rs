@@ -81,7 +81,7 @@ fn table(status: &Status) -> String {
             guest.weight,
             guest.sessions,
             size(usage.memory),
-            guest.quota.map_or_else(|| "-".into(), size),
+            { guest.quota }.map_or_else(|| "-".into(), |_| size(status.memory_for(guest))),
             usage.graphs,
             mean_batch(usage.batch_members as f64, usage.turns as f64),
             duration(usage.busy),

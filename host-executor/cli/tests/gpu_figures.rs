@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{TIMEOUT, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes};
 use serde_json::Value;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::wire::{DeviceCount, GraphId, Offer, Reply};
@@ -115,6 +115,8 @@ fn all_gpus_are_devices_with_figures() {
         ..PLAIN
     };
     let site = Site::start("gpu-figures-all", asked);
+    // One process computes on both.
+    let _guests = [0, 1].map(|device| computed(&site, device));
     site.gpu();
     let start = Instant::now();
     let status = loop {
@@ -169,26 +171,7 @@ fn processes_of_guests_have_all_gpus() {
         ..PLAIN
     };
     let site = Site::start("gpu-isolate-all", asked);
-    let mut guests = Vec::new();
-    for (device, total) in [(0, TOTAL), (1, (80 << 30) / 64)] {
-        let mut guest = site.serve.connect(&site.scratch.socket());
-        let Reply::Welcome {
-            engine,
-            memory_total,
-            devices,
-            ..
-        } = guest.hello_for(Offer::SERVED, device)
-        else {
-            unreachable!("hello_for() has checked it")
-        };
-        assert_eq!(engine, format!("cuda:{device}"));
-        assert_eq!((memory_total, devices), (total, DeviceCount(2)));
-        let numbers = guest.alloc_with(&bytes(&[1.0; 64]));
-        guest.graph(GraphId(1), &add(64, numbers, numbers, numbers));
-        guest.submit(GraphId(1));
-        assert_eq!(guest.read_f32(numbers, 64), [2.0; 64]);
-        guests.push(guest);
-    }
+    let _guests = [0, 1].map(|device| computed(&site, device));
     let start = Instant::now();
     loop {
         let status: Value = serde_json::from_str(&site.ps(&["--json"])).expect("JSON");
@@ -201,7 +184,7 @@ fn processes_of_guests_have_all_gpus() {
         if devices == [0, 1] && *graphs(0) == 1 && *graphs(1) == 1 {
             let totals = [&status["engine"], &status["further_engines"][0]];
             let totals = totals.map(|engine| engine["memory_total"].as_u64());
-            assert_eq!(totals, [Some(TOTAL), Some((80 << 30) / 64)]);
+            assert_eq!(totals, TOTALS.map(Some));
             return;
         }
         assert!(start.elapsed() < TIMEOUT, "{status:#}");
@@ -211,6 +194,31 @@ fn processes_of_guests_have_all_gpus() {
 
 /// The stand-in divides the 24 GiB of an L4 by 64, and a quarter of them is in use.
 const TOTAL: u64 = (24 << 30) / 64;
+
+/// The memory of both GPUs.
+const TOTALS: [u64; 2] = [TOTAL, (80 << 30) / 64];
+
+/// A guest that has computed on a device, of which there are two.
+fn computed(site: &Site, device: u32) -> Guest {
+    let mut guest = site.serve.connect(&site.scratch.socket());
+    let Reply::Welcome {
+        engine,
+        memory_total,
+        devices,
+        ..
+    } = guest.hello_for(Offer::SERVED, device)
+    else {
+        unreachable!("hello_for() has checked it")
+    };
+    assert_eq!(engine, format!("cuda:{device}"));
+    assert_eq!(memory_total, TOTALS[device as usize]);
+    assert_eq!(devices, DeviceCount(2));
+    let numbers = guest.alloc_with(&bytes(&[1.0; 64]));
+    guest.graph(GraphId(1), &add(64, numbers, numbers, numbers));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(numbers, 64), [2.0; 64]);
+    guest
+}
 
 #[test]
 fn figures_of_the_gpu_are_shown() {

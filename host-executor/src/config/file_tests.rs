@@ -198,13 +198,13 @@ fn excessive_quotas_are_refused_unless_overcommitment_is_set() {
     let guests = "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 60\n[[guest]]\nname = \"b\"\nuids \
      = [2]\nmemory = 60\n";
     let rules = parse(guests).unwrap().rules();
-    let error = rules.check_memory(100).unwrap_err().to_string();
+    let error = rules.check_memory(0, 100).unwrap_err().to_string();
     assert!(error.contains("120 bytes, the engine has 100"), "{error}");
-    assert!(rules.check_memory(120).is_ok());
+    assert!(rules.check_memory(0, 120).is_ok());
     let rules = parse(&format!("[server]\novercommit = true\n{guests}"))
         .unwrap()
         .rules();
-    assert!(rules.check_memory(100).is_ok());
+    assert!(rules.check_memory(0, 100).is_ok());
 }
 
 proptest::proptest! {

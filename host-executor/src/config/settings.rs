@@ -127,6 +127,17 @@ impl fmt::Display for MetricsAddress {
     }
 }
 
+/// A guest is given devices by their number, and `auto` numbers them.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "guest {guest:?} has `devices`, and with the engine auto a GPU that cannot be used shifts the \
+     numbers of the others: name the engines, such as kind = \"cuda:all\" or --engine cuda:0,1"
+)]
+pub struct DeviceNumberError {
+    /// The guest.
+    pub guest: String,
+}
+
 /// A guest that the configuration names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestSettings {
@@ -184,7 +195,7 @@ pub struct Settings {
     pub overcommit: bool,
     /// The engines that execute graphs: each is a device.
     pub engines: EngineList,
-    /// Whether a guest may use an engine that it can end ([`EngineKind::needs_trust`](crate::engine::EngineKind::needs_trust)) in the
+    /// Whether a guest may use an engine that it can end ([`EngineKind::needs_trust`]) in the
     /// process of all guests.
     pub trust_guests: bool,
     /// The threads of the CPU engine.
@@ -259,6 +270,23 @@ impl Settings {
             self.listen.push(Endpoint::Unix(DEFAULT_UNIX_PATH.into()));
         }
         self
+    }
+
+    /// Checks that the number of a device says which one it is.
+    ///
+    /// # Errors
+    /// [`DeviceNumberError`] if a guest is given devices by their number, and `auto` chooses the
+    /// engines: a GPU that cannot be used would shift the numbers of the others.
+    pub fn check_devices(&self) -> Result<(), DeviceNumberError> {
+        let is_given = |guest: &&GuestSettings| !guest.rule.policy.devices.is_empty();
+        match self.guests.iter().find(is_given) {
+            Some(guest) if self.engines.kinds().contains(&EngineKind::Auto) => {
+                Err(DeviceNumberError {
+                    guest: guest.rule.name.clone(),
+                })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Which guests are served, with which limits.

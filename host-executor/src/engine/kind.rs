@@ -48,7 +48,8 @@ impl EngineKind {
 /// A text that names no engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "expected cpu, cuda, cuda:N, cuda:all, ggml, ggml:PATH, ggml:PATH:DEVICE, ggml:PATH:all or auto"
+    "expected cpu, cuda, cuda:N, cuda:N,M, cuda:all, ggml, ggml:PATH, ggml:PATH:DEVICE, \
+     ggml:PATH:DEVICE,DEVICE, ggml:PATH:all or auto"
 )]
 pub struct ParseEngineKindError;
 

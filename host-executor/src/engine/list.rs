@@ -11,7 +11,8 @@ use super::kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 ///
 /// The text names engines separated by commas. Behind `cuda:0` and behind a device of ggml, a
 /// number or a name alone is another device of the same: `cuda:0,1`,
-/// `ggml:/usr/lib/ollama/vulkan/libggml-vulkan.so:Vulkan0,Vulkan1`.
+/// `ggml:/usr/lib/ollama/vulkan/libggml-vulkan.so:Vulkan0,Vulkan1`. What follows `ggml:` is a path
+/// with its devices to the end of the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineList(Vec<EngineKind>);
 
@@ -51,11 +52,12 @@ impl FromStr for EngineList {
             None => text.find(",ggml:").map(|comma| comma + 1),
         };
         if let Some(at) = ggml {
-            parts = text[..at].trim_end_matches(',').split(',');
+            parts = text[..at.saturating_sub(1)].split(',');
         }
         for part in parts.filter(|_| ggml != Some(0)) {
+            let is_number = part.bytes().all(|byte| byte.is_ascii_digit());
             let further = match (kinds.last(), part.parse::<u32>()) {
-                (Some(EngineKind::Cuda(_)), Ok(ordinal)) => Some(EngineKind::Cuda(ordinal)),
+                (Some(EngineKind::Cuda(_)), Ok(n)) if is_number => Some(EngineKind::Cuda(n)),
                 _ => None,
             };
             kinds.push(match further {
@@ -80,8 +82,12 @@ fn devices_of_ggml(text: &str) -> Result<Vec<EngineKind>, ParseEngineKindError> 
     else {
         return Ok(vec![first]);
     };
+    // Engines behind a backend have a flag of their own: a path may have commas.
+    if path.as_os_str().to_string_lossy().contains(",ggml:") {
+        return Err(ParseEngineKindError);
+    }
     let devices = devices.split(',').map(|device| match device {
-        "" => Err(ParseEngineKindError),
+        "" | "all" => Err(ParseEngineKindError),
         device => Ok(EngineKind::Ggml(GgmlBackend {
             path: path.clone(),
             device: Some(device.to_owned()),
@@ -129,8 +135,12 @@ mod tests {
             ",cpu",
             "cpu,1",
             "cuda:0,x",
-            "ggml:/a.so:V0,",
             "cuda:0,-1",
+            "cuda:0,+1",
+            "cpu,,ggml:/a.so",
+            "ggml:/a.so:V0,",
+            "ggml:/a.so:all,V0",
+            "ggml:/a.so:V0,ggml:/b.so:V1",
         ] {
             let read = text.parse::<EngineList>();
             assert_eq!(read, Err(ParseEngineKindError), "{text}");

@@ -166,8 +166,8 @@ fn auto_cuda(probe: &Probe<'_>) -> Result<Selection, ProbeError> {
                 engines.push(cuda);
             }
             Err(reason) => {
-                let description = device.description.clone();
-                refused.get_or_insert((cuda, description, reason));
+                info!("auto: the engine {cuda} is refused: {reason}");
+                refused.get_or_insert((cuda, device.description.clone(), reason));
             }
         }
     }
@@ -530,13 +530,13 @@ mod tests {
             error,
             "the engine cuda:1 is named twice: each engine is a device of its own"
         );
-        let many: Vec<String> = (0..65).map(|ordinal| ordinal.to_string()).collect();
+        let many: Vec<String> = (0..17).map(|ordinal| ordinal.to_string()).collect();
         let error = chosen(&format!("cuda:{}", many.join(",")))
             .unwrap_err()
             .to_string();
         assert_eq!(
             error,
-            "65 engines are named, and an executor has at most 64"
+            "17 engines are named, and an executor has at most 16"
         );
 
         let none = |_: &EngineKind| Ok(vec![device("CPU", ProbedKind::Other)]);

@@ -262,10 +262,12 @@ impl StatusSource for SupervisorState {
                     .totals
                     .get(&name)
                     .map_or_else(Usage::default, |a| a.usage),
-                by_device: snapshot
-                    .totals
-                    .get(&name)
-                    .map_or_else(Vec::new, |a| a.by_device.clone()),
+                by_device: match (snapshot.engines.len(), snapshot.totals.get(&name)) {
+                    (1, _) => Vec::new(),
+                    (_, Some(totals)) if !totals.by_device.is_empty() => totals.by_device.clone(),
+                    (devices, _) => vec![Usage::default(); devices],
+                },
+                devices: policy.devices,
                 name,
             }
         });

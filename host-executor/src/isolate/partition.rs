@@ -10,8 +10,8 @@ pub struct Resources {
     pub engines: Vec<String>,
     /// The GPU of this machine that no engine uses, and why.
     pub unused_gpu: Option<String>,
-    /// Bytes of memory that guests may use in all, on each device. `None`: the driver of the engine divides its
-    /// memory.
+    /// Bytes of memory that guests may use in all, on each device. `None`: the driver of the engine
+    /// divides its memory.
     pub memory: Option<u64>,
 }
 

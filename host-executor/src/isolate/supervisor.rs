@@ -46,7 +46,8 @@ impl Supervisor {
     /// [`serve`](super::serve) with [`take_socket`](super::take_socket).
     ///
     /// # Errors
-    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is not.
+    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is
+    /// not.
     pub fn new(
         command: MakeCommand,
         resources: Resources,
@@ -110,7 +111,8 @@ impl Supervisor {
     /// Applies a partition, and gives each worker its new limits and its new weight.
     ///
     /// # Errors
-    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is not: nothing has changed.
+    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is not:
+    /// nothing has changed.
     pub fn apply(&self, partition: Partition) -> Result<(), RulesError> {
         let mut processes = self.shared.processes();
         let devices = self.shared.resources.engines.len();

@@ -20,7 +20,9 @@ use crate::identity::Identity;
 use crate::listener::{IncomingGuest, OpenLink};
 use crate::peer::Peer;
 use crate::policy::LinkKind;
-use crate::session::{RejectReason, Session, SessionEnd, SharedParts, receive_first, reject};
+use crate::session::{
+    FirstRequest, RejectReason, Session, SessionEnd, SharedParts, receive_first, reject,
+};
 use crate::stats::Counters;
 use crate::tenant::Tenant;
 use crate::tenant_registry::GuestTenants;
@@ -98,6 +100,18 @@ impl Admitted {
         &self.tenants[0]
     }
 
+    /// Where the guest's session is, as of now.
+    fn place(&self, first: &FirstRequest) -> Place {
+        let devices = self.devices();
+        let asked = usize::try_from(first.device().0).unwrap_or(usize::MAX);
+        // Without such a device, the session refuses HELLO.
+        let device = devices.get(asked).or(devices.first());
+        Place {
+            device: device.copied().unwrap_or_default(),
+            devices: DeviceCount(u32::try_from(devices.len()).unwrap_or(u32::MAX)),
+        }
+    }
+
     /// The indices of the devices that the guest may use, in the order in which it sees them.
     fn devices(&self) -> Vec<usize> {
         let permitted = self.first().policy().devices;
@@ -110,6 +124,14 @@ impl Admitted {
                 .collect(),
         }
     }
+}
+
+/// Where a session is.
+struct Place {
+    /// The index of the device.
+    device: usize,
+    /// The devices that the guest may use. With none, it gets no session.
+    devices: DeviceCount,
 }
 
 /// Serves a guest to its end. The guest gets a place in the table of sessions when it has sent its
@@ -163,7 +185,6 @@ fn serve(
     }
     let pid = peer.process.as_ref().map(|process| process.pid);
     activity.identify(id, tenant.name(), &peer.endpoint, pid);
-    let devices = admitted.devices();
     activity.set(ThreadState::FirstMessage);
     let counters = Arc::new(Counters::default());
     let stop = shared.stop.for_one();
@@ -182,29 +203,24 @@ fn serve(
         None => {
             let first = receive_first(link.as_mut(), shared.limits.hello, &stop);
             first.and_then(|first| {
-                // Without such a device, the session refuses HELLO.
-                let asked = first.device().0 as usize;
-                let device = devices.get(asked).or(devices.first());
-                let device = device.copied().unwrap_or_default();
-                tenant = Arc::clone(&admitted.tenants[device]);
-                activity.set_device(device);
+                let place = admitted.place(&first);
                 let entry = Entry {
                     peer: peer.clone(),
-                    device,
+                    device: place.device,
                     since: Instant::now(),
                     counters: Arc::clone(&counters),
-                    tenant: Arc::clone(&tenant),
+                    tenant: Arc::clone(&admitted.tenants[place.device]),
                     certificates: certificates.clone(),
                     stop: stop.clone(),
                     silence: link.silence(),
                 };
                 let registration = Registration::take(shared, id, entry)?;
                 // From here on, new certificates end the session.
-                revoked().map_or(Ok((first, registration, device)), Err)
+                revoked().map_or(Ok((first, registration, place)), Err)
             })
         }
     };
-    let (first, _registration, device) = match registration {
+    let (first, _registration, place) = match registration {
         Ok(registration) => registration,
         Err(SessionEnd::Closed) => {
             return log(&"the guest disconnected before it had sent a message");
@@ -224,10 +240,12 @@ fn serve(
         }
     };
     drop(pending);
+    let tenant = Arc::clone(&admitted.tenants[place.device]);
     // Those on other devices: the guest is connected to this one.
     drop(admitted);
+    activity.set_device(place.device);
     shared.wake_waiters();
-    let device = &shared.devices[device];
+    let device = &shared.devices[place.device];
     let domain = match tenant.is_named() {
         true => format!("guest {}", tenant.name()),
         false => sharing_domain(id, &peer),
@@ -239,9 +257,8 @@ fn serve(
         pools: shared.pools.clone(),
         monitor: Some(Arc::clone(&device.monitor)),
         log: shared.session_log.of(tenant.name(), Instant::now()),
-        silent: SilentGuests::of(shared, id, &peer),
-        // A guest that may use no device of this host gets no session.
-        devices: DeviceCount(devices.len() as u32),
+        silent: SilentGuests::of(shared, id, place.device, &peer),
+        devices: place.devices,
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);
     let session = match device.weights.get() {

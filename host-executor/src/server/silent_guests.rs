@@ -23,20 +23,27 @@ const MAX_END_WAIT: Duration = Duration::from_secs(2);
 /// The other programs of a guest's virtual machine.
 pub(super) struct SilentGuests {
     shared: Arc<ServerState>,
-    /// The session that needs memory.
+    /// The session that needs memory, and the index of its device.
     id: u64,
+    device: usize,
     machine: String,
 }
 
 impl SilentGuests {
-    /// Those beside session `id` of `peer`. `None` if the host sees the end of each of their
-    /// programs.
-    pub(super) fn of(shared: &Arc<ServerState>, id: u64, peer: &Peer) -> Option<Box<dyn Reclaim>> {
+    /// Those beside session `id` of `peer` on the same device, whose memory another device does not
+    /// have. `None` if the host sees the end of each of their programs.
+    pub(super) fn of(
+        shared: &Arc<ServerState>,
+        id: u64,
+        device: usize,
+        peer: &Peer,
+    ) -> Option<Box<dyn Reclaim>> {
         let machine = peer.virtual_machine()?;
         let shared = Arc::clone(shared);
         Some(Box::new(SilentGuests {
             shared,
             id,
+            device,
             machine,
         }))
     }
@@ -44,6 +51,7 @@ impl SilentGuests {
     fn is_silent(&self, id: u64, entry: &Entry) -> bool {
         let silence = entry.silence.as_ref();
         id != self.id
+            && entry.device == self.device
             && silence.is_some_and(|silence| silence.lasts() >= ALIVE)
             && entry.peer.virtual_machine().as_ref() == Some(&self.machine)
     }

@@ -15,7 +15,7 @@ use crate::status::{
     DrainStatus, EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status,
     StatusSource, TenantLatency, Usage, WeightsStatus,
 };
-use crate::tenant_registry::GuestTenants;
+use crate::tenant_registry::{GuestTenants, on_first_device};
 use crate::version::version;
 use crate::weights::WeightStore;
 
@@ -50,12 +50,16 @@ impl StatusSource for ServerState {
         let usages = shared.usages(&named, unnamed, &entries);
         let mut counts = vec![0; usages.len()];
         for entry in entries.values() {
-            counts[place_of(&named, entry)] += 1;
+            // A program has a session on each device that it may use.
+            let first = entry.tenant.policy().devices.first().copied();
+            if entry.device == first.unwrap_or(0) {
+                counts[place_of(&named, entry)] += 1;
+            }
         }
         drop(entries);
         let guests = named.iter().chain([unnamed]).zip(usages).zip(counts);
         let guests = guests.map(|((tenants, by_device), sessions)| {
-            let tenant = &tenants[0];
+            let tenant = on_first_device(tenants);
             let policy = match tenant.is_named() {
                 true => tenant.policy(),
                 false => shared.registry.unnamed_policy(),
@@ -72,6 +76,7 @@ impl StatusSource for ServerState {
                     1 => Vec::new(),
                     _ => by_device,
                 },
+                devices: policy.devices,
             }
         });
         let guests = guests.collect();
@@ -97,10 +102,7 @@ impl StatusSource for ServerState {
         let mut more = Vec::new();
         for device in &self.devices {
             if let Some(weights) = device.weights.get() {
-                let which = match self.devices.len() {
-                    1 => String::new(),
-                    _ => format!(" of engine {}", device.engine.name()),
-                };
+                let which = self.which(device);
                 more.push(match weights.backlog() {
                     Some((extents, bytes)) => format!(
                         "weights{which}: {extents} extents of {bytes} bytes wait to be hashed"
@@ -129,11 +131,12 @@ impl StatusSource for ServerState {
     fn progress(&self) -> Progress {
         for device in &self.devices {
             let Found { hang, starved } = device.found();
+            let which = self.which(device);
             if let Some(why) = device.monitor.fatal_error() {
-                return Progress::Stalled(format!("the engine is lost: {why}"));
+                return Progress::Stalled(format!("the engine{which} is lost: {why}"));
             }
             if let Some(hang) = hang {
-                return Progress::Stalled(format!("the engine hangs: {hang}"));
+                return Progress::Stalled(format!("the engine{which} hangs: {hang}"));
             }
             if let Some(starved) = starved {
                 return Progress::Stalled(starved);
@@ -178,6 +181,14 @@ impl StatusSource for ServerState {
 }
 
 impl ServerState {
+    /// The name of a device's engine behind a space, where there are several.
+    fn which(&self, device: &DeviceState) -> String {
+        match self.devices.len() {
+            1 => String::new(),
+            _ => format!(" {}", device.engine.name()),
+        }
+    }
+
     /// What each guest uses and has done on each device. The last guest stands for all unnamed
     /// ones.
     fn usages(

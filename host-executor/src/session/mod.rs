@@ -36,4 +36,4 @@ pub use state::Session;
 pub(crate) use state::{Reclaim, SharedParts};
 
 #[cfg(feature = "server")]
-pub(crate) use run::{receive_first, reject};
+pub(crate) use run::{FirstRequest, receive_first, reject};

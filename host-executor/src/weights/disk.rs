@@ -13,11 +13,12 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::SystemTime;
 
 use tracing::{info, warn};
 use vgpu_engine::Extent;
+use vgpu_transport::lock::lock;
 use vgpu_transport::wire::ContentHash;
 
 use super::options::CacheOptions;
@@ -76,6 +77,8 @@ pub(super) struct Disk {
     /// What the folder has. No file is used under this lock: a hung file system delays only
     /// the threads that use files.
     index: RankedMutex<Index>,
+    /// Held by the thread that adds a file: the hashing threads of all devices have one cache.
+    adding: Mutex<()>,
     has_warned: AtomicBool,
     temporary: AtomicU64,
 }
@@ -144,6 +147,7 @@ impl Disk {
             folder,
             limit: size,
             index: RankedMutex::new(Rank::Weights, index),
+            adding: Mutex::default(),
             has_warned: AtomicBool::new(false),
             temporary: AtomicU64::new(0),
         };
@@ -206,6 +210,7 @@ impl Disk {
     pub(super) fn put(&self, domain: Option<&str>, key: ContentKey, extent: &Weak<dyn Extent>) {
         let ContentKey { hash, len } = key;
         let name: Name = (folder_name(domain).into(), hash);
+        let _adding = lock(&self.adding);
         if len > self.limit || self.index().files.contains_key(&name) {
             return;
         }
@@ -241,8 +246,8 @@ impl Disk {
     /// Removes the least recently used files until `len` more bytes fit.
     fn make_room(&self, len: u64) {
         let evicted = self.index().evict(self.limit.saturating_sub(len));
-        // Only the hashing thread adds files, and it is this thread: no new file has the name of
-        // one of these.
+        // Only the thread with `adding` adds files, and it is this thread: no new file has the name
+        // of one of these.
         for name in evicted {
             remove(&self.path(&name));
         }

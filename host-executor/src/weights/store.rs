@@ -58,14 +58,17 @@ struct Queue {
     has_ended: bool,
 }
 
+/// When the present window of each sharing domain began, and its wrong proofs since.
+type WrongProofs = HashMap<Arc<str>, (Instant, u32)>;
+
 struct StoreState {
     sharing: Sharing,
     entries: RankedMutex<Entries>,
     uploads: Uploads,
     queue: RankedMutex<Queue>,
     has_jobs: Condvar,
-    /// When the present window of each sharing domain began, and its wrong proofs since.
-    wrong_proofs: RankedMutex<HashMap<Arc<str>, (Instant, u32)>>,
+    /// Those of all devices.
+    wrong_proofs: Arc<RankedMutex<WrongProofs>>,
     disk: Option<Arc<Disk>>,
     counters: Counters,
 }
@@ -133,27 +136,39 @@ impl WeightStore {
     /// [`CacheError`] if the cache cannot be opened or the thread cannot be started.
     pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<WeightStore, CacheError> {
         let disk = cache.map(Disk::open).transpose()?.map(Arc::new);
-        WeightStore::with_disk(sharing, disk).map_err(CacheError::Thread)
+        let wrong_proofs = RankedMutex::new(Rank::Weights, HashMap::new());
+        let store = WeightStore::with(sharing, disk, Arc::new(wrong_proofs));
+        store.map_err(CacheError::Thread)
     }
 
-    /// A store without entries for the weights of another engine, with the same cache on disk.
-    /// Starts a hashing thread of its own.
+    /// A store without entries for the weights of another engine, with the same cache on disk and
+    /// the same count of wrong proofs. Starts a hashing thread of its own.
     ///
     /// # Errors
     /// The thread cannot be started.
     #[cfg(feature = "server")]
     pub(crate) fn for_another_engine(&self) -> io::Result<WeightStore> {
-        WeightStore::with_disk(self.shared.sharing, self.shared.disk.clone())
+        let StoreState {
+            sharing,
+            disk,
+            wrong_proofs,
+            ..
+        } = self.shared.as_ref();
+        WeightStore::with(*sharing, disk.clone(), Arc::clone(wrong_proofs))
     }
 
-    fn with_disk(sharing: Sharing, disk: Option<Arc<Disk>>) -> io::Result<WeightStore> {
+    fn with(
+        sharing: Sharing,
+        disk: Option<Arc<Disk>>,
+        wrong_proofs: Arc<RankedMutex<WrongProofs>>,
+    ) -> io::Result<WeightStore> {
         let shared = Arc::new(StoreState {
             sharing,
             entries: RankedMutex::new(Rank::Weights, Entries::default()),
             uploads: Uploads::default(),
             queue: RankedMutex::new(Rank::Weights, Queue::default()),
             has_jobs: Condvar::new(),
-            wrong_proofs: RankedMutex::new(Rank::Weights, HashMap::new()),
+            wrong_proofs,
             disk,
             counters: Counters::default(),
         });

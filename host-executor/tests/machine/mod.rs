@@ -47,6 +47,25 @@ pub(crate) fn executor_with(
     kept: &mut BTreeMap<String, OwnedFd>,
 ) -> Server {
     let mut server = Server::new(cpu(), Limits::default(), 64).expect("a thread");
+    listen(&mut server, dir, names, silence, kept);
+    server
+}
+
+/// The same with two devices.
+pub(crate) fn executor_of_two_devices(dir: &Path, names: &[&str], silence: u64) -> Server {
+    let devices = [cpu(), cpu()].map(|engine| (engine, Limits::default()));
+    let mut server = Server::with_devices(devices.into(), 64).expect("a thread");
+    listen(&mut server, dir, names, silence, &mut BTreeMap::new());
+    server
+}
+
+fn listen(
+    server: &mut Server,
+    dir: &Path,
+    names: &[&str],
+    silence: u64,
+    kept: &mut BTreeMap<String, OwnedFd>,
+) {
     for name in names {
         let socket = dir.join(format!("{name}.sock"));
         let text = format!(
@@ -58,7 +77,6 @@ pub(crate) fn executor_with(
             .listen(IvshmemListener::open(options, kept).unwrap())
             .unwrap();
     }
-    server
 }
 
 /// QEMU and the guest's kernel. The machine holds the shared memory and the doorbell, and presents

@@ -38,7 +38,7 @@ pub const MAX_LENGTHS: usize = 4096;
 pub const MAX_QUERIED: usize = 1024;
 
 /// The maximum number of devices of a host.
-pub const MAX_DEVICES: u32 = 64;
+pub const MAX_DEVICES: u32 = 16;
 
 /// The BLAKE3 hash of an extent's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -844,7 +844,7 @@ mod tests {
 
         let mut one = Vec::new();
         welcome(CURRENT, VersionRange::SERVED).encode(CURRENT, &mut one);
-        for (count, is_valid) in [(0, false), (1, false), (2, true), (64, true), (65, false)] {
+        for (count, is_valid) in [(0, false), (1, false), (2, true), (16, true), (17, false)] {
             let mut bytes = one.clone();
             bytes.extend(u32::to_le_bytes(count));
             match Reply::decode(CURRENT, &bytes) {

@@ -160,6 +160,10 @@ pub(crate) struct Args {
     #[arg(long, hide = true)]
     pub(super) isolated_machine: bool,
 
+    /// The devices of the virtual machine of a supervisor, as in its configuration
+    #[arg(long, hide = true, value_name = "DEVICE", value_delimiter = ',')]
+    machine_devices: Vec<usize>,
+
     /// This is a process of a supervisor of this version: the kernel ends it before the supervisor
     /// if memory runs out.
     #[arg(
@@ -280,6 +284,15 @@ impl Args {
                 }),
             }
         }
+        if !self.machine_devices.is_empty() {
+            for guest in settings
+                .guests
+                .iter_mut()
+                .filter(|guest| guest.vm.is_some())
+            {
+                guest.rule.policy.devices = self.machine_devices.clone();
+            }
+        }
         fn replace<T: Clone>(place: &mut T, flag: &Option<T>) {
             if let Some(flag) = flag {
                 *place = flag.clone();
@@ -318,6 +331,7 @@ impl Args {
         settings.log = self.log.clone().or(settings.log);
         settings.metrics = self.metrics.clone().or(settings.metrics);
         settings.metrics_allow_remote |= self.metrics_allow_remote;
+        settings.check_devices()?;
         if let Some(address) = &settings.metrics {
             address.check_remote(settings.metrics_allow_remote)?;
         }

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tracing::{Level, info};
+use vgpu_cpu::Threads;
+use vgpu_engine::Engine;
 use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
@@ -73,10 +75,8 @@ pub(super) fn run(
     (dumps, serving): (&DumpSource, &Serving),
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
-    // Until the engines answer.
     let kinds = &selection.engines;
     let start_time = Limits::start_time(settings.max_turn_time, selection.has_driver());
-    let starting = StartWatch::begin(start_time).context("no thread")?;
     let Sockets {
         mut listeners,
         prepared,
@@ -84,11 +84,7 @@ pub(super) fn run(
         observers,
     } = sockets;
     let dropped = sandboxing::before_engine(kinds, args.no_sandbox)?;
-    let mut engines = Vec::new();
-    for kind in kinds {
-        engines.push(engine::start(kind, settings.threads, settings.memory)?);
-    }
-    drop(starting);
+    let engines = start_engines(kinds, settings.threads, settings.memory, start_time)?;
     let limits = Limits {
         map_buffers: settings.share_buffers,
         batch: settings.batch,
@@ -108,7 +104,7 @@ pub(super) fn run(
     server.watch(end_stuck).context("no thread")?;
     server
         .apply(settings.rules())
-        .context("memory of the guests")?;
+        .context("the limits of the guests")?;
     let weights = WeightStore::new(settings.share_weights, settings.weights_cache.clone())
         .context("the cache of weights")?;
     server.share_weights(weights).context("no thread")?;
@@ -193,6 +189,36 @@ pub(super) fn run(
     Ok(())
 }
 
+/// Starts the engines, each of which has `limit` to answer.
+///
+/// # Errors
+/// An engine does not start, or two of them have the same device.
+pub(super) fn start_engines(
+    kinds: &[EngineKind],
+    threads: Threads,
+    memory: Option<u64>,
+    limit: Option<Duration>,
+) -> anyhow::Result<Vec<Arc<dyn Engine>>> {
+    let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
+    for kind in kinds {
+        let starting = StartWatch::begin(limit).context("no thread")?;
+        let engine = engine::start(kind, threads, memory)?;
+        drop(starting);
+        let same = engines
+            .iter()
+            .position(|other| other.name() == engine.name());
+        if let Some(same) = same {
+            anyhow::bail!(
+                "the engines {} and {kind} have the same device, {}",
+                kinds[same],
+                engine.name()
+            );
+        }
+        engines.push(engine);
+    }
+    Ok(engines)
+}
+
 /// What tasks and requests about guests change.
 struct Changeable<'a> {
     server: &'a mut Server,
@@ -213,7 +239,7 @@ fn perform(
             let said = change.apply(&mut wanted, Some(server.memory_total()))?;
             server
                 .apply(wanted.rules())
-                .context("memory of the guests")?;
+                .context("the limits of the guests")?;
             *running = wanted;
             said
         }
@@ -270,7 +296,7 @@ fn reload(
     let prepared = listeners.prepare(&wanted)?;
     server
         .apply(wanted.rules())
-        .context("memory of the guests")?;
+        .context("the limits of the guests")?;
     let refused = match (listeners.certificates(), &certificates) {
         (Some(used), Some(new)) => {
             used.replace(new);
@@ -308,7 +334,7 @@ fn change_guests(
         let prepared = listeners.prepare(wanted)?;
         server
             .apply(wanted.rules())
-            .context("memory of the guests")?;
+            .context("the limits of the guests")?;
         listeners.switch(*server, wanted, prepared, confined)
     })
 }

@@ -8,6 +8,7 @@ use std::time::Instant;
 use rustix::process::{Pid, Signal, kill_process};
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
+use vgpu_transport::wire::{DeviceCount, Offer, Reply};
 
 use crate::common::TIMEOUT;
 use crate::machine::{Machine, wait_for};
@@ -105,6 +106,55 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
         !scratch.path().join("vm1.sock").exists(),
         "a socket is left behind"
     );
+}
+
+/// The process of a machine has the engines of the supervisor, and its guest sees those of the
+/// configuration. The driver is the stand-in.
+#[test]
+fn virtual_machine_has_the_devices_of_its_guest() {
+    let scratch = Scratch::new("isolate-vm-devices");
+    let path = |name: &str| scratch.path().join(name).display().to_string();
+    let config = format!(
+        "[engine]\nkind = \"cuda:0,1\"\n[server]\nlisten = [\"unix:{}\"]\n[control]\n\
+         socket = \"{}\"\n[[guest]]\nname = \"vm1\"\ndevices = [1]\n\
+         vm = {{ socket = \"{}\", window = \"64M\", silence = 0 }}\n",
+        scratch.socket().display(),
+        path("control.sock"),
+        path("vm1.sock")
+    );
+    fs::write(path("vgpu.toml"), config).expect("a new file");
+    let mut command = vgpu(&["serve", "--isolate", "--config", &path("vgpu.toml")]);
+    command
+        .env(
+            "LD_LIBRARY_PATH",
+            vgpu_driver_standin::folder().expect("the library"),
+        )
+        .env("VGPU_STANDIN_SMS", "3")
+        .env("VGPU_STANDIN_DEVICES", "L4,H100")
+        // No folder, so that the kernels are not checked at the start.
+        .env("VGPU_CACHE", "/dev/null");
+    let serve = Serve::of(command);
+    let machine = Machine::plug(&scratch.path().join("vm1.sock"));
+    let mut guest = machine.connect().expect("a slot");
+    let Reply::Welcome {
+        engine, devices, ..
+    } = guest.hello_for(Offer::SERVED, 0)
+    else {
+        unreachable!("hello_for() has checked it")
+    };
+    assert_eq!((&engine[..], devices), ("cuda:1", DeviceCount(1)));
+    compute(&mut guest);
+    let status = status_when(&scratch, |status| of_guest(status, "vm1")["graphs"] == 1);
+    let vm1 = of_guest(&status, "vm1");
+    assert_eq!(vm1["by_device"][0]["graphs"], 0, "{vm1:#}");
+    assert_eq!(vm1["by_device"][1]["graphs"], 1, "{vm1:#}");
+    // Another guest sees both.
+    let mut other = serve.connect(&scratch.socket());
+    let Reply::Welcome { devices, .. } = other.hello() else {
+        unreachable!("hello() has checked it")
+    };
+    assert_eq!(devices, DeviceCount(2));
+    compute(&mut other);
 }
 
 /// The process that keeps the file descriptors of a machine dies. The supervisor has copies for the

@@ -47,6 +47,24 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Refuses engines of which one process has the memory of the machine and another one a driver's:
+/// the same parts are given to guests on each device.
+pub(super) fn check_engines(engines: &[EngineKind], memory: Option<u64>) -> anyhow::Result<()> {
+    let is_divided = |engine: &EngineKind| match engine {
+        EngineKind::Cpu => true,
+        EngineKind::Ggml(_) => memory.is_some(),
+        _ => false,
+    };
+    let divided = engines.iter().filter(|engine| is_divided(engine)).count();
+    ensure!(
+        divided == 0 || divided == engines.len(),
+        "--isolate divides the memory of the machine among the guests, and a driver divides that \
+         of its GPU: {} have both; name engines of one kind",
+        engines.len()
+    );
+    Ok(())
+}
+
 /// The memory of each device that is divided among the workers. `None`: the drivers of the engines
 /// divide their memory.
 pub(super) fn memory(settings: &Settings, engines: &[EngineKind]) -> anyhow::Result<Option<u64>> {

@@ -47,6 +47,7 @@ pub(crate) fn run(
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     partition::check(&settings).map_err(ConfigError)?;
+    partition::check_engines(&selection.engines, settings.memory).map_err(ConfigError)?;
     let engines = &selection.engines;
     let memory = partition::memory(&settings, engines)?;
     let partition = partition::partition(args, &settings, memory)?;
@@ -90,11 +91,13 @@ pub(crate) fn run(
     };
     let limits = Limits::of_this_process().context("limits of the kernel")?;
     let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
-        .context("memory of the guests")?;
-    // A worker that is stopped, or whose log thread hangs, does not end itself.
+        .context("the limits of the guests")?;
+    // A worker that is stopped, or whose log thread hangs, does not end itself. The time is for
+    // each engine.
     let start_time = Limits::start_time(settings.max_turn_time, selection.has_driver());
     if let Some(limit) = start_time {
-        supervisor.limit_starts(limit + START_MARGIN);
+        let engines = u32::try_from(engines.len()).unwrap_or(u32::MAX);
+        supervisor.limit_starts(limit.saturating_mul(engines) + START_MARGIN);
     }
     if let Some(certificates) = listeners.certificates() {
         let set = supervisor.set_certificates(&certificates.files());
@@ -131,6 +134,11 @@ pub(crate) fn run(
         if engines.iter().any(EngineKind::needs_trust) {
             // The process has one guest, which can end no other.
             arguments.push("--trust-guests".into());
+        }
+        let devices = &guest.rule.policy.devices;
+        if !devices.is_empty() {
+            let devices: Vec<String> = devices.iter().map(usize::to_string).collect();
+            arguments.push(format!("--machine-devices={}", devices.join(",")).into());
         }
         let command = {
             let own = own.clone();
@@ -244,7 +252,7 @@ fn perform(
             let partition = partition::partition(args, &wanted, memory)?;
             supervisor
                 .apply(partition)
-                .context("memory of the guests")?;
+                .context("the limits of the guests")?;
             *running = wanted;
             said
         }
@@ -290,7 +298,7 @@ fn reload(
     let prepared = listeners.prepare(&wanted)?;
     supervisor
         .apply(partition)
-        .context("memory of the guests")?;
+        .context("the limits of the guests")?;
     if let (Some(used), Some(new)) = (listeners.certificates(), &certificates) {
         supervisor
             .set_certificates(&new.files())
@@ -324,7 +332,7 @@ fn change_guests(
         let prepared = listeners.prepare(wanted)?;
         supervisor
             .apply(partition)
-            .context("memory of the guests")?;
+            .context("the limits of the guests")?;
         listeners.switch(*supervisor, wanted, prepared, confined)
     })
 }
@@ -348,13 +356,18 @@ fn watch_gpus(_: &Supervisor, _: &[EngineKind]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The virtual machines, each with the memory and the weight of its process.
-fn machines<'a>(args: &Args, settings: &'a Settings) -> Vec<(&'a VmOptions, Option<u64>, u32)> {
+/// A virtual machine with the memory, the weight and the devices of its process.
+type Machine<'a> = (&'a VmOptions, Option<u64>, u32, &'a [usize]);
+
+/// The virtual machines.
+fn machines<'a>(args: &Args, settings: &'a Settings) -> Vec<Machine<'a>> {
     let guests = settings.guests.iter();
     guests
         .filter_map(|guest| {
             let vm = guest.vm.as_ref()?;
-            Some((vm, partition::part(args, guest), guest.rule.policy.weight))
+            let policy = &guest.rule.policy;
+            let memory = partition::part(args, guest);
+            Some((vm, memory, policy.weight, &policy.devices[..]))
         })
         .collect()
 }

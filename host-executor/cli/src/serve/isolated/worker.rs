@@ -9,15 +9,16 @@ use anyhow::Context as _;
 use clap::Parser;
 use tracing::warn;
 use vgpu_executor::config::{LogFormat, Settings};
-use vgpu_executor::engine::{self, EngineKind};
+use vgpu_executor::engine::EngineKind;
 use vgpu_executor::sandbox::{self, Role};
-use vgpu_executor::{Limits, Server, StartWatch, StopFlag, WeightStore, isolate, size};
+use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 
 use crate::own_program::check_supervisor;
 use crate::serve::args::ShareWeights;
 use crate::serve::events::{DumpSource, Event, Serving, catch_signals, end_stuck};
 use crate::serve::logging::{Logging, start_writer};
 use crate::serve::sandboxing::{self, REMEDY};
+use crate::serve::single;
 use crate::serve::trim_pages;
 
 /// Serves one guest for the supervisor at the other end of standard input. Only `vgpu serve
@@ -83,12 +84,8 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let turn_time = args.max_turn_time.map(seconds);
     let has_driver = args.engine.iter().any(|kind| *kind != EngineKind::Cpu);
     let start_time = Limits::start_time(turn_time, has_driver);
-    let starting = StartWatch::begin(start_time).context("no thread")?;
-    let mut engines = Vec::new();
-    for kind in &args.engine {
-        engines.push(engine::start(kind, args.threads.into(), args.memory)?);
-    }
-    drop(starting);
+    let threads = args.threads.into();
+    let engines = single::start_engines(&args.engine, threads, args.memory, start_time)?;
     let limits = Limits {
         map_buffers: !args.no_shared_buffers,
         batch: !args.no_batch,

@@ -69,6 +69,7 @@ fn row(guest: &GuestStatus, status: &Status, history: &History, series: Option<u
         sessions,
         usage,
         by_device: _,
+        devices: _,
     } = guest;
     let present = history.present(name).unwrap_or_default();
     let cells = [

@@ -225,6 +225,7 @@ mod tests {
                     ..Usage::default()
                 },
                 by_device: Vec::new(),
+                devices: Vec::new(),
             }],
             sessions: Vec::new(),
             ended: SessionEnds::default(),
