@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tracing::{Level, warn};
@@ -167,6 +168,13 @@ fn shortage(files: usize, has_fd_store: bool, capacity: Option<usize>) -> Option
 /// Tells the service manager that guests can connect.
 pub fn ready() {
     notify(&[NotifyState::Ready], None);
+}
+
+/// Tells the service manager that the start goes on for up to `time` from now on, also where that
+/// is longer than its own limit (`TimeoutStartSec=`). Each engine has a time of its own.
+pub fn extend_start(time: Duration) {
+    let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+    notify(&[NotifyState::ExtendTimeoutUsec(micros)], None);
 }
 
 /// Tells the service manager that this process is about to end.

@@ -11,6 +11,7 @@ use vgpu_executor::engine::AddressError;
 use vgpu_executor::engine::{
     self, EngineKind, EngineList, ProbeError, ProbedDevice, ProbedKind, Selection, StartError,
 };
+use vgpu_executor::service;
 
 use crate::own_program::OWN_PROGRAM;
 use crate::watched_process::{self, Watched};
@@ -97,6 +98,7 @@ fn probe(kind: &EngineKind) -> Answer {
         EngineKind::AllCuda => TIME_OF_DRIVER,
         _ => TIME_OF_CUDA,
     };
+    service::extend_start(time);
     answer_of(&mut command, time)
 }
 

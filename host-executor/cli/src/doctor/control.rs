@@ -30,7 +30,7 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, re
     let answer = result_within(TIMEOUT, move || control::status(&asked));
     let dump = || "sudo vgpu dump, then sudo systemctl restart vgpu".to_owned();
     match answer {
-        Ok(Ok(status)) => match status.engines().find_map(|engine| engine.hang.as_ref()) {
+        Ok(Ok(status)) => match status.engines().find(|engine| engine.hang.is_some()) {
             None => {
                 let names: Vec<&str> = { status.engines() }
                     .map(|engine| &engine.name[..])
@@ -41,7 +41,14 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, re
                 };
                 report.ok(PART, format!("{shown}: {text}"));
             }
-            Some(hang) => report.fail(PART, format!("the engine hangs: {hang}"), dump()),
+            Some(engine) => {
+                let hang = engine.hang.as_deref().unwrap_or_default();
+                let which = match status.has_several_engines() {
+                    true => format!(" {}", engine.name),
+                    false => String::new(),
+                };
+                report.fail(PART, format!("the engine{which} hangs: {hang}"), dump());
+            }
         },
         // It does not run, which the checks of the service and of the links report.
         Ok(Err(ControlError::Socket(error)))

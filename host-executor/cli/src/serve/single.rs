@@ -202,6 +202,9 @@ pub(super) fn start_engines(
     let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
     for kind in kinds {
         let starting = StartWatch::begin(limit).context("no thread")?;
+        if let Some(limit) = limit {
+            service::extend_start(limit);
+        }
         let engine = engine::start(kind, threads, memory)?;
         drop(starting);
         let same = engines

@@ -67,8 +67,13 @@ fn head(status: &Status) -> String {
     if let Some(draining) = &status.draining {
         warn(format!("The executor drains: {}.", drain(draining)));
     }
-    for hang in status.engines().filter_map(|engine| engine.hang.as_ref()) {
-        warn(format!("The engine hangs: {hang}."));
+    for engine in status.engines() {
+        if let Some(hang) = &engine.hang {
+            warn(match status.has_several_engines() {
+                true => format!("The engine {} hangs: {hang}.", engine.name),
+                false => format!("The engine hangs: {hang}."),
+            });
+        }
     }
     if let Some(gpu) = &status.engine.unused_gpu {
         warn(format!("The GPU {gpu}."));
