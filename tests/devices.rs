@@ -6,16 +6,18 @@
 mod common;
 #[path = "common/ggml.rs"]
 mod ggml;
+#[path = "common/scripted_host.rs"]
+mod scripted_host;
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use ggml::{Ggml, text};
 use ggml_vgpu::abi;
+use scripted_host::POLL_PERIOD;
 use vgpu_executor::StopFlag;
 use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::HostEnd;
@@ -23,9 +25,6 @@ use vgpu_transport::link::unix::{ListenOptions, Listener};
 use vgpu_transport::wire::{
     DeviceCount, DeviceIndex, HostVersions, ProtocolVersion, Reply, Request, VersionRange,
 };
-
-/// How often a thread looks at its flag.
-const POLL_PERIOD: Duration = Duration::from_millis(10);
 
 /// The requests that an executor has got, in their order: the device of the session, and HELLO or
 /// the size of a buffer.
@@ -78,25 +77,17 @@ impl Host {
 
 fn serve(host: &mut dyn HostEnd, devices: u32, stop: &StopFlag, seen: &Requests) {
     let version = ProtocolVersion::CURRENT;
-    let mut message = Vec::new();
+    let saw = |device, size| seen.lock().expect("no panic").push((device, size));
     let mut device = 0;
-    while !stop.is_set() {
-        message.clear();
-        let request = match host.receive(&mut message, POLL_PERIOD) {
-            Ok(Some(incoming)) => incoming.request,
-            Ok(None) => continue,
-            Err(_) => return,
-        };
-        let saw = |device, size| seen.lock().expect("no panic").push((device, size));
-        let (total, free) = (u64::from(device + 1) << 30, 1 << 30);
-        let reply = match Request::decode(version, &message).expect("a request") {
+    scripted_host::serve(host, version, stop, |request, asked| {
+        let total = |device: u32| u64::from(device + 1) << 30;
+        Some(match asked {
             Request::Hello {
                 device: DeviceIndex(asked),
                 ..
             } => {
                 saw(asked, None);
                 device = asked;
-                let total = u64::from(device + 1) << 30;
                 match asked < devices {
                     true => Reply::Welcome {
                         protocol: version,
@@ -104,8 +95,8 @@ fn serve(host: &mut dyn HostEnd, devices: u32, stop: &StopFlag, seen: &Requests)
                         session: u64::from(asked) + 1,
                         engine: format!("test:{asked}"),
                         description: format!("device {asked}"),
-                        memory_total: total,
-                        memory_free: total,
+                        memory_total: total(asked),
+                        memory_free: total(asked),
                         capabilities: Capabilities::default(),
                         devices: DeviceCount(devices),
                     },
@@ -116,27 +107,17 @@ fn serve(host: &mut dyn HostEnd, devices: u32, stop: &StopFlag, seen: &Requests)
             }
             Request::Memory {} => Reply::Memory {
                 request,
-                total,
-                free,
+                total: total(device),
+                free: 1 << 30,
             },
             Request::Alloc { size, .. } => {
                 saw(device, Some(size));
                 Reply::Done { request }
             }
-            Request::Free { .. } => {
-                host.retire();
-                continue;
-            }
+            Request::Free { .. } => return None,
             other => panic!("{other:?}"),
-        };
-        message.clear();
-        reply.encode(version, &mut message);
-        let sent = host.send(&message, 0, &mut |_| {});
-        host.retire();
-        if sent.is_err() || matches!(reply, Reply::Ended { .. }) {
-            return;
-        }
-    }
+        })
+    });
 }
 
 /// The log of ggml.

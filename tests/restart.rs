@@ -5,14 +5,16 @@
 mod common;
 #[path = "common/ggml.rs"]
 mod ggml;
+#[path = "common/scripted_host.rs"]
+mod scripted_host;
 
 use std::ffi::{c_char, c_int, c_void};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use ggml::Ggml;
+use scripted_host::POLL_PERIOD;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine as _;
 use vgpu_executor::{Limits, Session, StopFlag};
@@ -21,9 +23,6 @@ use vgpu_transport::link::unix::{ListenOptions, Listener};
 use vgpu_transport::wire::{
     DeviceCount, HostVersions, Offer, ProtocolVersion, Reply, Request, VersionRange,
 };
-
-/// How often a thread looks at its flag.
-const POLL_PERIOD: Duration = Duration::from_millis(10);
 
 /// A process that listens on a socket, as a thread of this process.
 struct Host {
@@ -95,15 +94,8 @@ impl Host {
 fn serve_version_3(host: &mut dyn HostEnd, stop: &StopFlag) {
     let version = ProtocolVersion::V3;
     let engine = CpuEngine::new(1, Some(64 << 20)).expect("a CPU engine");
-    let mut message = Vec::new();
-    while !stop.is_set() {
-        message.clear();
-        let request = match host.receive(&mut message, POLL_PERIOD) {
-            Ok(Some(incoming)) => incoming.request,
-            Ok(None) => continue,
-            Err(_) => return,
-        };
-        let reply = match Request::decode(version, &message).expect("a request") {
+    scripted_host::serve(host, version, stop, |request, asked| {
+        Some(match asked {
             Request::Hello { offer, .. } if offer == Offer::only(version) => Reply::Welcome {
                 protocol: version,
                 served: HostVersions(VersionRange::only(version)),
@@ -128,20 +120,10 @@ fn serve_version_3(host: &mut dyn HostEnd, stop: &StopFlag) {
                 free: 64 << 20,
             },
             Request::Alloc { .. } => Reply::Done { request },
-            Request::Free { .. } => {
-                host.retire();
-                continue;
-            }
+            Request::Free { .. } => return None,
             other => panic!("{other:?}"),
-        };
-        message.clear();
-        reply.encode(version, &mut message);
-        let sent = host.send(&message, 0, &mut |_| {});
-        host.retire();
-        if sent.is_err() || matches!(reply, Reply::Ended { .. }) {
-            return;
-        }
-    }
+        })
+    });
 }
 
 /// The log of ggml.
