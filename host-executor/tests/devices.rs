@@ -107,7 +107,8 @@ fn guests_see_each_device_with_memory_of_its_own() {
     let [unnamed] = &status.guests[..] else {
         panic!("{status:?}")
     };
-    assert_eq!(unnamed.sessions, 3);
+    // Programs are counted on the first device, where each has a session.
+    assert_eq!(unnamed.sessions, 1);
     assert_eq!(unnamed.usage.graphs, 3);
     let graphs: Vec<u64> = unnamed.by_device.iter().map(|usage| usage.graphs).collect();
     assert_eq!(graphs, [1, 1, 1]);
@@ -194,6 +195,20 @@ fn a_guest_sees_the_devices_that_it_may_use_in_the_order_of_its_rule() {
     });
     let reason = guest.ended();
     assert!(reason.contains("has one device for this guest"), "{reason}");
+    // The rules at HELLO decide, not those at the connection.
+    let mut late = host.connect_of(1);
+    wait("the connection is taken", || {
+        !host.server.pending().is_empty()
+    });
+    let narrowed = vec![guest_rule("a", 1, of(&[2])), guest_rule("b", 2, of(&[1]))];
+    host.server.apply(rules(narrowed)).expect("there are three");
+    late.send(&Request::Hello {
+        offer: Offer::SERVED,
+        name: "test".into(),
+        device: DeviceIndex(1),
+    });
+    let reason = late.ended();
+    assert!(reason.contains("has one device for this guest"), "{reason}");
     // A rule with a device that there is not changes nothing.
     let error = host.server.apply(rules(vec![guest_rule("a", 1, of(&[3]))]));
     let words = RulesError::Device {
@@ -226,12 +241,28 @@ fn quotas_and_reservations_hold_on_each_device() {
         assert_eq!(others, SIZES[device as usize] - (8 << 20));
         programs.push(guest);
     }
-    // The smallest device decides.
+    // A guest reserves nothing on a device that it may not use.
+    let large = Policy {
+        devices: vec![0, 1],
+        ..quota(17 << 20)
+    };
+    host.server
+        .apply(rules(vec![guest_rule("a", 1, large)]))
+        .expect("both devices have more");
+    assert_eq!(program(&host, 9, 2).1, SIZES[2]);
+    assert_eq!(program(&host, 9, 1).1, SIZES[1] - (17 << 20));
+    host.server
+        .apply(rules(vec![guest_rule("a", 1, quota(8 << 20))]))
+        .expect("as before");
+    // Each device of the guest has to have the quota.
     let error = host
         .server
         .apply(rules(vec![guest_rule("a", 1, quota(17 << 20))]));
     let text = error.expect_err("the third device has 16 MiB").to_string();
-    assert!(text.contains("the engine has 16777216"), "{text}");
+    assert!(
+        text.contains("the engine of device 2 has 16777216"),
+        "{text}"
+    );
     let status = host.server.status_handle().status();
     let limits: Vec<u64> = { status.guests.iter() }
         .filter_map(|guest| guest.quota)
