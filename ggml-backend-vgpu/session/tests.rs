@@ -275,6 +275,41 @@ fn numbers_that_are_used_up_end_the_session_with_a_reason_and_the_next_one_works
     }
 }
 
+#[test]
+fn reason_of_the_end_is_known_whatever_the_program_does_next() {
+    let executors = Executors::new();
+    for next in ["sends", "asks", "looks", "waits"] {
+        let (guest, mut host) = inproc_pair().unwrap();
+        let stop = StopFlag::new();
+        let (engine, flag) = (Arc::clone(&executors.engine), stop.clone());
+        let executor = std::thread::spawn(move || {
+            let session = vgpu_executor::Session::new(1, engine, Limits::default());
+            session.run(&mut host, &flag)
+        });
+        let guest = Box::new(guest);
+        let session = Session::open(guest, Offer::SERVED, "test".into(), true, HANG).unwrap();
+        let buffer = session.alloc(8).unwrap();
+        session.write(&buffer, 0, [1; 8][..].into(), false).unwrap();
+        stop.set();
+        executor.join().unwrap();
+        // The link is closed, and has the reason.
+        let _ = match next {
+            "sends" => session.free(&buffer),
+            "asks" => session.alloc(8).map(drop),
+            "looks" => {
+                assert!(session.connection.is_lost());
+                Ok(())
+            }
+            _ => session.synchronize(),
+        };
+        let error = session.connection.check().unwrap_err().to_string();
+        assert_eq!(
+            error, "the executor is lost: the host is shutting down",
+            "{next}"
+        );
+    }
+}
+
 /// A graph that takes minutes, from one buffer to another. Windows have the largest size that the
 /// executor accepts.
 fn endless_graph(from: BufferId, to: BufferId) -> Graph {
