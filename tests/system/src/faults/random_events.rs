@@ -66,6 +66,9 @@ const SHORT: Duration = Duration::from_millis(1500);
 /// What a busy machine may add to a stated time.
 const SLOW_MACHINE: Duration = Duration::from_secs(30);
 
+/// What a program is told when `vgpu kill` has ended its session.
+const KILLED: &str = "an operator of the host has ended this session";
+
 /// Rounds between two comparisons of resources.
 const ROUNDS: usize = 8;
 
@@ -319,6 +322,9 @@ impl<'a> Soak<'a> {
             }
         }
         thread::sleep(moment(&mut self.rng, self.life));
+        let logged: Vec<usize> = { self.programs.iter() }
+            .map(|program| program.guest.log().len())
+            .collect();
         let fails = self.inject(event, subject)?;
         let happened = Instant::now();
         // The programs work at the same time, a fork for two.
@@ -346,6 +352,11 @@ impl<'a> Soak<'a> {
                         took < most,
                         "{name} failed after {took:?} only, not within {most:?}"
                     );
+                    if event == Event::SessionKilled {
+                        let log = guest.log();
+                        expect_killed(log.get(logged[program]..).unwrap_or_default())
+                            .with_context(|| format!("{name} failed: {why}"))?;
+                    }
                 }
             }
         }
@@ -677,6 +688,20 @@ impl<'a> Soak<'a> {
     }
 }
 
+/// The log of a program whose session was killed says so, and names no other loss of a session.
+fn expect_killed(log: &str) -> Result<()> {
+    let reasons = log.lines().filter_map(|line| {
+        let (_, told) = line.split_once(" is lost: ")?;
+        Some(told.split_once(". Its buffers")?.0)
+    });
+    let reasons: Vec<&str> = reasons.collect();
+    ensure!(
+        reasons == [KILLED],
+        "the program is told {reasons:?} instead of {KILLED:?}"
+    );
+    Ok(())
+}
+
 /// What an executor says of itself in `vgpu ps`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ExecutorStatus {
@@ -769,4 +794,32 @@ fn write_config(setup: &Setup<'_>, file: &Path, control: &Path, weight: u64) -> 
         );
     }
     std::fs::write(file, text).context("writing a configuration")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn program_of_a_killed_session_is_told_so_once() {
+        let line = |reason: &str| {
+            format!(
+                "ggml-vgpu: ERROR session 3 at unix:/run/vgpu.sock is lost: {reason}. Its buffers \
+                 are gone and its work fails from now on.\nggml-vgpu: ERROR VGPU0: graph not \
+                 computed: the executor is lost: {reason}\n"
+            )
+        };
+        expect_killed(&line(KILLED)).unwrap();
+        for wrong in [
+            "",
+            &line("the peer has closed the link"),
+            &line(KILLED).repeat(2),
+        ] {
+            let error = expect_killed(wrong).unwrap_err().to_string();
+            assert!(
+                error.ends_with(&format!("instead of {KILLED:?}")),
+                "{error}"
+            );
+        }
+    }
 }
