@@ -12,10 +12,11 @@ use std::fmt;
 use std::io::Write as _;
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::preload;
 use anyhow::{Context as _, Result, ensure};
@@ -68,6 +69,10 @@ const SLOW_MACHINE: Duration = Duration::from_secs(30);
 
 /// What a program is told when `vgpu kill` has ended its session.
 const KILLED: &str = "an operator of the host has ended this session";
+
+/// The plugin keeps the file of a model open, and remembers hashes of it, if the file has not
+/// changed for 60 s. One more, because times of files have fractions of a second.
+const SETTLING_TIME: Duration = Duration::from_secs(61);
 
 /// Rounds between two comparisons of resources.
 const ROUNDS: usize = 8;
@@ -142,6 +147,7 @@ struct Soak<'a> {
 /// Injects `setup.counts.events` events, or as many as fit into `setup.counts.time`.
 pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let times = setup.counts.events;
+    wait_until_settled(&setup.program.model, progress)?;
     let began = Instant::now();
     let mut soak = Soak::new(setup)?;
     let mut done = 0;
@@ -699,6 +705,19 @@ fn expect_killed(log: &str) -> Result<()> {
         reasons == [KILLED],
         "the program is told {reasons:?} instead of {KILLED:?}"
     );
+    Ok(())
+}
+
+/// Waits until the plugin trusts the file of a model: from then on each program keeps the file
+/// open, which would count as a leak of a program that was started before.
+fn wait_until_settled(model: &Path, progress: &Progress) -> Result<()> {
+    let file = std::fs::metadata(model).context("reading the times of the model")?;
+    let changed = u64::try_from(file.ctime()).unwrap_or(0);
+    let settled = SystemTime::UNIX_EPOCH + Duration::from_secs(changed) + SETTLING_TIME;
+    if let Ok(left) = settled.duration_since(SystemTime::now()) {
+        progress.note("waiting until the model has not changed for a minute");
+        thread::sleep(left);
+    }
     Ok(())
 }
 
