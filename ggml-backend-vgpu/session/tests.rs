@@ -181,6 +181,22 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
 }
 
 #[test]
+fn refusal_that_comes_before_hello_is_known() {
+    use vgpu_transport::link::HostEnd as _;
+    use vgpu_transport::wire::ProtocolVersion;
+    let (guest, mut host) = inproc_pair().unwrap();
+    let reason = "the host drains".to_owned();
+    let mut message = Vec::new();
+    Reply::Ended { reason }.encode(ProtocolVersion::CURRENT, &mut message);
+    host.send(&message, 0, &mut |_| {}).unwrap();
+    drop(host);
+    let guest = Box::new(guest);
+    let error = Session::open(guest, Offer::SERVED, "test".into(), true, HANG).err();
+    let error = error.expect("a refusal").to_string();
+    assert_eq!(error, "the executor refuses: the host drains");
+}
+
+#[test]
 fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
     use vgpu_transport::link::HostEnd as _;
     use vgpu_transport::wire::{HostVersions, ProtocolVersion, VersionRange};
