@@ -416,6 +416,16 @@ impl Connection {
         }
     }
 
+    /// Why the executor has ended the session, if it has sent that before the link was closed: a
+    /// request that finds the link closed has not received the message. Waits for nothing, because
+    /// the link is closed.
+    pub(super) fn reason_of_end(&mut self) -> Option<LossReason> {
+        match self.receive_reads().and_then(|()| self.drain()) {
+            Err(SessionError::Lost(reason @ LossReason::Ended(_))) => Some(reason),
+            _ => None,
+        }
+    }
+
     /// Handles a message that answers no request: a failure, or the end of the session.
     fn on_async_reply(&mut self, reply: Reply) -> Result<(), SessionError> {
         match reply {

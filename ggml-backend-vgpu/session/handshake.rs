@@ -65,9 +65,17 @@ pub(super) fn handshake(
     };
     // The same bytes in every version. WELCOME says its version itself.
     hello.encode(ProtocolVersion::CURRENT, &mut message);
-    end.send(&message, (&[][..]).into())?;
+    let sent = end.send(&message, (&[][..]).into());
     message.clear();
-    if !end.receive_within(&mut message, limit)? {
+    let is_answered = match sent {
+        Ok(_) => end.receive_within(&mut message, limit)?,
+        // The executor may refuse a guest that has sent nothing yet, and close the link.
+        Err(error) => match end.try_receive(&mut message) {
+            Ok(true) => true,
+            Ok(false) | Err(_) => return Err(error.into()),
+        },
+    };
+    if !is_answered {
         let waited = began.elapsed();
         return Err(SessionError::NoWelcome { waited });
     }

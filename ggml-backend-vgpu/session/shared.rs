@@ -115,7 +115,12 @@ impl SharedConnection {
         connection: &mut Connection,
         exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
     ) -> Result<T, SessionError> {
-        let outcome = exchange(connection);
+        let mut outcome = exchange(connection);
+        if let Err(SessionError::Lost(reason @ LossReason::Link(LinkError::Closed))) = &mut outcome
+            && let Some(told) = connection.reason_of_end()
+        {
+            *reason = told;
+        }
         self.waits.end();
         if let Err(SessionError::Lost(reason)) = &outcome {
             connection.poison_reads();
@@ -191,8 +196,10 @@ impl SharedConnection {
         };
         let is_closed = connection.end.is_closed();
         if is_closed {
+            let told = connection.reason_of_end();
+            self.waits.end();
             connection.poison_reads();
-            self.set_lost(LossReason::Link(LinkError::Closed));
+            self.set_lost(told.unwrap_or(LossReason::Link(LinkError::Closed)));
         }
         is_closed
     }

@@ -188,6 +188,22 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
 }
 
 #[test]
+fn refusal_that_comes_before_hello_is_known() {
+    use vgpu_transport::link::HostEnd as _;
+    use vgpu_transport::wire::ProtocolVersion;
+    let (guest, mut host) = inproc_pair().unwrap();
+    let reason = "the host drains".to_owned();
+    let mut message = Vec::new();
+    Reply::Ended { reason }.encode(ProtocolVersion::CURRENT, &mut message);
+    host.send(&message, 0, &mut |_| {}).unwrap();
+    drop(host);
+    let guest = Box::new(guest);
+    let error = Session::open(guest, Offer::SERVED, "test".into(), true, HANG).err();
+    let error = error.expect("a refusal").to_string();
+    assert_eq!(error, "the executor refuses: the host drains");
+}
+
+#[test]
 fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
     use vgpu_transport::link::HostEnd as _;
     use vgpu_transport::wire::{DeviceCount, HostVersions, ProtocolVersion, VersionRange};
@@ -280,6 +296,41 @@ fn numbers_that_are_used_up_end_the_session_with_a_reason_and_the_next_one_works
         assert!(matches!(error, SessionError::Lost(_)), "{what}: {error}");
         assert!(error.to_string().contains(what), "{error}");
         work(&executors.open("one"), 2 * MIN_EXTENT).unwrap();
+    }
+}
+
+#[test]
+fn reason_of_the_end_is_known_whatever_the_program_does_next() {
+    let executors = Executors::new();
+    for next in ["sends", "asks", "looks", "waits"] {
+        let (guest, mut host) = inproc_pair().unwrap();
+        let stop = StopFlag::new();
+        let (engine, flag) = (Arc::clone(&executors.engine), stop.clone());
+        let executor = std::thread::spawn(move || {
+            let session = vgpu_executor::Session::new(1, engine, Limits::default());
+            session.run(&mut host, &flag)
+        });
+        let guest = Box::new(guest);
+        let session = Session::open(guest, Offer::SERVED, "test".into(), true, HANG).unwrap();
+        let buffer = session.alloc(8).unwrap();
+        session.write(&buffer, 0, [1; 8][..].into(), false).unwrap();
+        stop.set();
+        executor.join().unwrap();
+        // The link is closed, and has the reason.
+        let _ = match next {
+            "sends" => session.free(&buffer),
+            "asks" => session.alloc(8).map(drop),
+            "looks" => {
+                assert!(session.connection.is_lost());
+                Ok(())
+            }
+            _ => session.synchronize(),
+        };
+        let error = session.connection.check().unwrap_err().to_string();
+        assert_eq!(
+            error, "the executor is lost: the host is shutting down",
+            "{next}"
+        );
     }
 }
 

@@ -23,6 +23,7 @@ use vgpu_transport::link::credentials;
 use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
 use crate::added_guests::{GuestAnswer, GuestList, GuestRequest};
+use crate::listener::{LOOK_INTERVAL, SocketWatch, wait_readable};
 use crate::operator_request::OperatorRequest;
 use crate::status::{Report, Status, StatusHandle};
 
@@ -133,35 +134,57 @@ pub struct Actions {
     pub guests: ChangeGuests,
 }
 
-/// Binds the control socket at `path`, without serving anyone. Dropping the [`SocketFile`] removes
-/// the file.
+/// Binds the control socket at `path`, without serving anyone. The listener does not block.
+/// Dropping the [`SocketFile`] removes the file.
 ///
 /// # Errors
 /// The socket cannot be bound.
 pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-    let (listener, file) = bind_stream(path, MODE).map_err(io::Error::other)?;
-    listener.set_nonblocking(false)?;
-    Ok((listener, file))
+    bind_stream(path, MODE).map_err(io::Error::other)
 }
 
-/// Serves the control socket on threads of its own, for the life of the process.
+/// Serves the control socket on threads of its own, for the life of the process. If `file` is
+/// removed meanwhile, listens at its path again. At the end of the process
+/// `socket_file::remove_all` removes the file.
 ///
 /// # Errors
 /// No thread can be started.
-pub fn serve(listener: UnixListener, status: StatusHandle, actions: Actions) -> io::Result<()> {
+pub fn serve(
+    listener: UnixListener,
+    file: SocketFile,
+    status: StatusHandle,
+    actions: Actions,
+) -> io::Result<()> {
     let actions = Arc::new(actions);
     thread::Builder::new()
         .name("vgpu-control".into())
-        .spawn(move || accept(&listener, &status, &actions))?;
+        .spawn(move || accept(listener, file, &status, &actions))?;
     Ok(())
 }
 
 /// Accepts clients, and answers each on a thread of its own.
-fn accept(listener: &UnixListener, status: &StatusHandle, actions: &Arc<Actions>) {
+fn accept(
+    mut listener: UnixListener,
+    mut file: SocketFile,
+    status: &StatusHandle,
+    actions: &Arc<Actions>,
+) {
     let clients = Arc::new(AtomicUsize::new(0));
-    for client in listener.incoming() {
+    let mut watch = SocketWatch::default();
+    loop {
+        let client = match wait_readable(&listener, LOOK_INTERVAL) {
+            Ok(true) => listener.accept(),
+            Ok(false) => {
+                if let Some(socket) = watch.look(&mut file) {
+                    listener = socket.into();
+                }
+                continue;
+            }
+            Err(error) => Err(error),
+        };
         let client = match client {
-            Ok(client) => client,
+            Ok((client, _)) => client,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => {
                 error!("cannot accept a control client, next try in {ERROR_PAUSE:?}: {error}");
                 thread::sleep(ERROR_PAUSE);
@@ -549,6 +572,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("control.sock");
         let (listener, _file) = bind(&path).unwrap();
+        listener.set_nonblocking(false).unwrap();
         let asked = report(&path, Duration::from_millis(1));
         assert!(matches!(asked.answer, Err(ControlError::Late { .. })));
         let question = asked.open.expect("it is open");
@@ -611,7 +635,6 @@ mod tests {
             assert!(!process.has_answered(&path, pause));
         }
         let (client, _) = listener.accept().unwrap();
-        listener.set_nonblocking(true).unwrap();
         let error = listener.accept().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         // One that ends without an answer is asked again.
@@ -646,7 +669,7 @@ mod tests {
     fn client_too_many_is_told_so_at_once() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("control.sock");
-        let (listener, _file) = bind(&path).unwrap();
+        let (listener, file) = bind(&path).unwrap();
         // A reload takes as long as the test wants.
         let (end, ends) = mpsc::channel::<()>();
         let ends = Mutex::new(ends);
@@ -662,7 +685,8 @@ mod tests {
             perform: Box::new(move |_| outcome()),
             guests: Box::new(|_| GuestAnswer::Refused("no guests".into())),
         };
-        serve(listener, StatusHandle::new(Arc::new(DumpOnly)), actions).unwrap();
+        let status = StatusHandle::new(Arc::new(DumpOnly));
+        serve(listener, file, status, actions).unwrap();
         let timeout = Duration::from_secs(60);
         let connect = || send(&path, "reload", timeout).unwrap();
         let clients: Vec<_> = (0..MAX_CLIENTS).map(|_| connect()).collect();

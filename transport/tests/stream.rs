@@ -123,6 +123,19 @@ fn a_guest_waits_for_a_message_for_a_limited_time() {
 }
 
 #[test]
+fn last_message_of_a_host_is_received_after_a_request_that_fails() {
+    let (mut guest, mut host) = pair();
+    host.send(b"the reason", 0, &mut |_| {}).unwrap();
+    drop(host);
+    let sent = guest.send(b"request", Bytes::from(&[][..]));
+    assert_eq!(sent, Err(LinkError::Closed));
+    let mut message = Vec::new();
+    assert_eq!(guest.try_receive(&mut message), Ok(true));
+    assert_eq!(message, b"the reason");
+    assert_eq!(guest.try_receive(&mut message), Err(LinkError::Closed));
+}
+
+#[test]
 fn end_of_a_peer_ends_every_wait() {
     let (mut guest, host) = pair();
     drop(host);

@@ -142,9 +142,18 @@ fn exchange(
 ) -> Result<Reply, ClientError> {
     let mut message = Vec::new();
     request.encode(protocol, &mut message);
-    end.send(&message, (&[][..]).into())?;
+    let sent = end.send(&message, (&[][..]).into());
     message.clear();
-    end.receive(&mut message, (&mut [][..]).into())?;
+    match sent {
+        Ok(_) => {
+            end.receive(&mut message, (&mut [][..]).into())?;
+        }
+        // The executor may say why it ends the session, and close the link, at any time.
+        Err(error) => match end.try_receive(&mut message) {
+            Ok(true) => {}
+            Ok(false) | Err(_) => return Err(error.into()),
+        },
+    }
     Ok(Reply::decode(protocol, &message)?)
 }
 
@@ -208,5 +217,24 @@ mod tests {
         assert!(matches!(silent, Err(ClientError::Silent { .. })));
         drop(open);
         assert_eq!(within(Duration::from_secs(60), || Ok(7)).ok(), Some(7));
+    }
+
+    #[test]
+    fn reason_that_comes_before_the_request_is_known() {
+        use vgpu_transport::link::HostEnd as _;
+        use vgpu_transport::link::window::inproc_pair;
+        let (mut guest, mut host) = inproc_pair().unwrap();
+        let reason = "the host drains".to_owned();
+        let mut message = Vec::new();
+        Reply::Ended { reason }.encode(ProtocolVersion::CURRENT, &mut message);
+        host.send(&message, 0, &mut |_| {}).unwrap();
+        drop(host);
+        let mut ask = || exchange(&mut guest, ProtocolVersion::CURRENT, &Request::Memory {});
+        let told = ask().unwrap();
+        assert!(
+            matches!(&told, Reply::Ended { reason } if reason == "the host drains"),
+            "{told:?}"
+        );
+        assert!(matches!(ask(), Err(ClientError::Link(LinkError::Closed))));
     }
 }

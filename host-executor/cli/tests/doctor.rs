@@ -515,6 +515,14 @@ fn a_host_of_virtual_machines_only() {
         "64M",
     ]));
     machine.write("proc/net/unix", &table());
+    machine.write(
+        &socket
+            .strip_prefix("/")
+            .expect("absolute")
+            .display()
+            .to_string(),
+        "",
+    );
     let said = machine.doctor(&[]);
     assert!(
         said.is_well && has(&said, "ok link", "vm1: an executor listens for its QEMU"),
@@ -523,6 +531,44 @@ fn a_host_of_virtual_machines_only() {
     );
     assert_eq!(said.last(), "This machine can use a vGPU.");
     drop(serve);
+}
+
+/// The kernel still lists the socket of a process whose file was removed.
+#[test]
+fn listener_whose_file_was_removed_is_no_listener() {
+    let config = "[[guest]]\nname = \"vm1\"\nvm = { socket = \"/run/vm1.sock\", window = \
+                  \"64M\" }\n";
+    let machine = Machine::host("removed", config);
+    let line = |path| {
+        format!(
+            "0000000000000000: 00000002 00000000 00010000 0001 01 {} {path}\n",
+            4711
+        )
+    };
+    let table = [
+        "Num RefCount Protocol Flags Type St Inode Path\n",
+        &line("/run/vm1.sock"),
+    ];
+    machine.write("proc/net/unix", &table.concat());
+    let said = machine.doctor(&[]);
+    let expected = "vm1: an executor listens for its QEMU on /run/vm1.sock, and the file of that \
+                    socket was removed";
+    assert!(has(&said, "FAIL link", expected), "{}", said.text);
+    assert_eq!(said.last(), "next: sudo systemctl restart vgpu");
+    machine.write("run/vm1.sock", "");
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "ok link", "vm1: an executor listens for its QEMU"),
+        "{}",
+        said.text
+    );
+
+    let table = [table[0], &line("/run/vgpu/vgpu.sock")].concat();
+    machine.write("proc/net/unix", &table);
+    let said = machine.doctor(&[]);
+    let expected = "an executor listens there, and the file of that socket was removed";
+    assert!(has(&said, "FAIL link", expected), "{}", said.text);
+    assert_eq!(said.last(), "next: sudo systemctl restart vgpu");
 }
 
 #[test]
@@ -644,12 +690,20 @@ fn an_executor_that_does_not_answer_its_control_socket() {
     status.engine.hang = Some("session 3 has had the engine".into());
     let other = thread::spawn(move || {
         // The first one is the question of the doctor above.
-        for client in listener.incoming().take(2) {
+        let mut questions = 2;
+        for client in listener.incoming() {
             let mut client = client.expect("a client");
             // A socket that is closed with bytes that nobody has read is reset.
-            let _ = client.read(&mut [0; 64]);
+            if client.read(&mut [0; 64]).is_ok_and(|bytes| bytes == 0) {
+                // The executor, which looks whether somebody listens in its place.
+                continue;
+            }
+            questions -= 1;
             let text = serde_json::to_string(&status).expect("JSON");
             let _ = client.write_all(text.as_bytes());
+            if questions == 0 {
+                break;
+            }
         }
     });
     let said = machine.doctor(&[]);

@@ -15,7 +15,7 @@ use vgpu_transport::link::socket_file::{SocketFile, SocketFileError, bind_stream
 use super::accept::accept_first;
 use super::options::VmOptions;
 use super::stored_files::{names, take_stored};
-use crate::listener::{GuestListener, IncomingGuest, wait_readable};
+use crate::listener::{GuestListener, IncomingGuest, SocketOwner, wait_readable};
 use crate::service;
 
 /// Listens for one QEMU, and accepts the programs of its virtual machine.
@@ -28,7 +28,7 @@ pub struct IvshmemListener {
     /// soon as it is.
     stored: Option<ivshmem::Parts>,
     listener: UnixListener,
-    _file: SocketFile,
+    file: SocketFile,
 }
 
 impl IvshmemListener {
@@ -58,7 +58,7 @@ impl IvshmemListener {
             machine: None,
             stored,
             listener,
-            _file: file,
+            file,
         })
     }
 
@@ -127,6 +127,16 @@ impl IvshmemListener {
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
         }
+    }
+}
+
+impl SocketOwner for IvshmemListener {
+    fn socket_file(&mut self) -> Option<&mut SocketFile> {
+        Some(&mut self.file)
+    }
+
+    fn use_socket(&mut self, socket: OwnedFd) {
+        self.listener = socket.into();
     }
 }
 

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,8 @@ pub enum SocketFileError {
     NoDirectory { path: PathBuf },
     #[error("{path}: {GROUPS} has no group {group}", path = path.display())]
     NoGroup { path: PathBuf, group: String },
+    #[error("{path}: this process ends", path = path.display())]
+    Ending { path: PathBuf },
     #[error("{path}: {what}: {error}", path = path.display())]
     System {
         path: PathBuf,
@@ -58,23 +61,78 @@ pub enum SocketFileError {
 pub struct SocketFile {
     path: PathBuf,
     file: FileId,
+    kind: SocketType,
+    mode: u32,
+    group: Option<Gid>,
 }
 
 /// Device and inode of a file.
 type FileId = (u64, u64);
+
+/// What is at the path of a listener now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileState {
+    /// The file of the listener.
+    Bound,
+    /// Nothing: nobody can connect.
+    Removed,
+    /// Another file, or the socket of another process: nobody can connect to this listener.
+    Replaced,
+}
 
 impl SocketFile {
     /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
+
+    /// What is at the path of the file now. Compares device and inode, which no other file can have
+    /// while the listener's socket is open.
+    ///
+    /// # Errors
+    ///
+    /// The kernel does not say, for example because this process may not search the folder.
+    pub fn state(&self) -> Result<FileState, Errno> {
+        match rustix::fs::lstat(&self.path) {
+            Ok(file) if (file.st_dev, file.st_ino) == self.file => Ok(FileState::Bound),
+            Ok(_) => Ok(FileState::Replaced),
+            Err(Errno::NOENT | Errno::NOTDIR) => Ok(FileState::Removed),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Listens at the path with a further socket, with the same type, permissions and group, and
+    /// returns it. Replaces the socket file of a process that has died, and no other file. The
+    /// caller has the former socket of the listener open until this returns. On failure nothing has
+    /// changed.
+    ///
+    /// # Errors
+    ///
+    /// As for [`bind_stream_for_group`], and [`SocketFileError::Ending`] after [`remove_all`].
+    pub fn bind_again(&mut self) -> Result<OwnedFd, SocketFileError> {
+        let (socket, file) = bind(&self.path, self.kind, self.mode, self.group)?;
+        // `bind` has taken the lock of the list: either `remove_all` finds the file in the list, or
+        // this load sees its store.
+        if IS_ENDING.load(Ordering::Relaxed) {
+            let path = self.path.clone();
+            return Err(SocketFileError::Ending { path });
+        }
+        // The former file is not at the path: dropping its value removes nothing.
+        *self = file;
+        Ok(socket)
+    }
 }
 
 /// The socket files of this process.
 static FILES: Mutex<Vec<(PathBuf, FileId)>> = Mutex::new(Vec::new());
 
-/// Removes the socket files of this process, for an end of it that runs no destructors.
+/// Whether [`remove_all`] was called.
+static IS_ENDING: AtomicBool = AtomicBool::new(false);
+
+/// Removes the socket files of this process at its end, which runs no destructors of other threads.
+/// No thread binds one of them again.
 pub fn remove_all() {
+    IS_ENDING.store(true, Ordering::Relaxed);
     let files = lock(&FILES);
     files.iter().for_each(|(path, file)| remove(path, *file));
 }
@@ -168,6 +226,9 @@ pub(super) fn bind(
     let file = SocketFile {
         path: path.into(),
         file: (file.st_dev, file.st_ino),
+        kind,
+        mode,
+        group,
     };
     let mut files = lock(&FILES);
     files.push((file.path.clone(), file.file));
@@ -247,4 +308,65 @@ pub(super) fn connect(socket: &OwnedFd, path: &Path) -> Result<(), Errno> {
 fn failed(path: &Path, what: &'static str) -> impl FnOnce(Errno) -> SocketFileError {
     let path = path.to_path_buf();
     move |error| SocketFileError::System { path, what, error }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn file_is_bound_again_and_a_file_of_somebody_else_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.sock");
+        let (first, mut file) = bind(&path, SocketType::STREAM, 0o600, None).unwrap();
+        assert_eq!(file.state(), Ok(FileState::Bound));
+        fs::remove_file(&path).unwrap();
+        assert_eq!(file.state(), Ok(FileState::Removed));
+        let second = file.bind_again().unwrap();
+        assert_eq!(file.state(), Ok(FileState::Bound));
+        drop(first);
+        let mode = rustix::fs::stat(&path).unwrap().st_mode;
+        assert_eq!(Mode::from_raw_mode(mode), Mode::from_raw_mode(0o600));
+        connect_stream(&path, Instant::now()).unwrap();
+        let second: UnixListener = second.into();
+        second.accept().unwrap();
+
+        // Somebody's file has the place.
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "kept").unwrap();
+        assert_eq!(file.state(), Ok(FileState::Replaced));
+        let error = file.bind_again().unwrap_err();
+        assert_eq!(error, SocketFileError::NotASocket { path: path.clone() });
+        drop(file);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
+    }
+
+    /// In the environment of a process that ends.
+    const CHILD: &str = "VGPU_TEST_SOCKET_FILE";
+
+    #[test]
+    fn process_that_ends_binds_no_file_again() {
+        if let Some(path) = std::env::var_os(CHILD) {
+            let path = PathBuf::from(path);
+            let (_socket, mut file) = bind(&path, SocketType::STREAM, 0o600, None).unwrap();
+            remove_all();
+            assert_eq!(file.state(), Ok(FileState::Removed));
+            let error = file.bind_again().unwrap_err();
+            assert_eq!(error, SocketFileError::Ending { path: path.clone() });
+            assert_eq!(file.state(), Ok(FileState::Removed));
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let name = "link::socket_file::tests::process_that_ends_binds_no_file_again";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let child = child.args([name, "--exact", "--nocapture"]);
+        let output = child.env(CHILD, folder.path().join("a.sock")).output();
+        let output = output.unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("1 passed"), "{text}");
+    }
 }

@@ -331,6 +331,11 @@ impl Dialogue {
         })
     }
 
+    /// What the program has written to its log.
+    pub fn log(&self) -> String {
+        read(&self.log)
+    }
+
     /// The next line that the program writes. Waits up to `timeout`.
     ///
     /// # Errors

@@ -25,6 +25,11 @@ const ROUNDS: usize = 32;
 /// The flag of a listening socket in `/proc/net/unix`.
 const LISTENING: u32 = 1 << 16;
 
+/// What is wrong with a socket that a process listens on and nobody can connect to.
+const FILE_GONE: &str = "the file of that socket was removed; the log of vgpu serve says why it \
+                         does not listen there again";
+const RESTART: &str = "sudo systemctl restart vgpu";
+
 /// What to do about a version that another program does not speak.
 const UPDATE_EXECUTOR: &str = "update ggml-vgpu on the executor's machine, and there: sudo \
                                systemctl restart vgpu";
@@ -164,19 +169,22 @@ fn candidates(
 /// there for a QEMU, and would refuse one that comes meanwhile. Whether the executor answers is the
 /// part of its control socket. Returns how many an executor listens on.
 fn check_machines(root: &Root, settings: &Settings, report: &mut Report) -> usize {
-    let table = root.read("/proc/net/unix").unwrap_or_default();
-    let listening: Vec<&str> = { table.lines() }
-        .filter_map(|line| {
-            let mut words = line.split_whitespace();
-            let flags = u32::from_str_radix(words.nth(3)?, 16).ok()?;
-            (flags & LISTENING != 0).then(|| words.nth(3))?
-        })
-        .collect();
     let mut count = 0;
     for guest in &settings.guests {
         let Some(vm) = &guest.vm else { continue };
         let socket = vm.socket.display().to_string();
-        if listening.contains(&socket.as_str()) {
+        let listens = listens_at(root, &socket);
+        if listens && matches!(root.path(&socket).try_exists(), Ok(false)) {
+            report.fail(
+                PART,
+                format!(
+                    "{}: an executor listens for its QEMU on {socket}, and {FILE_GONE}",
+                    vm.name
+                ),
+                RESTART,
+            );
+            count += 1;
+        } else if listens {
             report.ok(
                 PART,
                 format!("{}: an executor listens for its QEMU on {socket}", vm.name),
@@ -190,6 +198,19 @@ fn check_machines(root: &Root, settings: &Settings, report: &mut Report) -> usiz
         }
     }
     count
+}
+
+/// Whether a process listens on the unix socket `path`, also if its file was removed: the kernel
+/// has the path of the time at which the socket was bound.
+fn listens_at(root: &Root, path: &str) -> bool {
+    let table = root.read("/proc/net/unix").unwrap_or_default();
+    table.lines().any(|line| {
+        let mut words = line.split_whitespace();
+        let flags = words
+            .nth(3)
+            .and_then(|flags| u32::from_str_radix(flags, 16).ok());
+        flags.is_some_and(|flags| flags & LISTENING != 0) && words.nth(3) == Some(path)
+    })
 }
 
 fn miss(root: &Root, endpoint: &Endpoint, error: &ClientError) -> Miss {
@@ -232,6 +253,16 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
                 is_there: true,
                 is_broken: false,
                 next: Some(next),
+            }
+        }
+        ConnectError::Unix(UnixConnectError::NoSuchFile { path })
+            if listens_at(root, &root.absolute(path).display().to_string()) =>
+        {
+            Miss {
+                what: format!("{what}: an executor listens there, and {FILE_GONE}"),
+                is_there: true,
+                is_broken: true,
+                next: Some(RESTART.into()),
             }
         }
         ConnectError::Unix(UnixConnectError::OtherLayout { ours, theirs, .. }) => Miss {

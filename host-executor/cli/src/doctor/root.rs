@@ -31,6 +31,11 @@ impl Root {
         self.0.join(absolute.strip_prefix("/").unwrap_or(absolute))
     }
 
+    /// The path of the machine at which `path` of this process is.
+    pub(super) fn absolute(&self, path: &Path) -> PathBuf {
+        Path::new("/").join(path.strip_prefix(&self.0).unwrap_or(path))
+    }
+
     pub(super) fn read(&self, absolute: &str) -> Option<String> {
         fs::read_to_string(self.path(absolute)).ok()
     }

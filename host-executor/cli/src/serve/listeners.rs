@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use tracing::{error, info};
 use vgpu_executor::config::{GuestSettings, Settings, VmDevice};
 use vgpu_executor::isolate::Supervisor;
-use vgpu_executor::listener::ListenerId;
+use vgpu_executor::listener::{ListenerId, Watched};
 use vgpu_executor::vm::{IvshmemListener, VfioUserListener, VmOptions};
 use vgpu_executor::{Server, service};
 use vgpu_transport::link::Endpoint;
@@ -81,11 +81,11 @@ impl Acceptor for Server {
         listener: AnyListener,
     ) -> io::Result<ListenerId> {
         match listener {
-            AnyListener::Unix(listener) => self.listen_for(guest, listener),
+            AnyListener::Unix(listener) => self.listen_for(guest, Watched::new(listener)),
             AnyListener::Tcp(listener) => self.listen_for(guest, listener),
-            AnyListener::Vsock(listener) => self.listen_for(guest, listener),
-            AnyListener::Ivshmem(listener) => self.listen_for(guest, listener),
-            AnyListener::VfioUser(listener) => self.listen_for(guest, listener),
+            AnyListener::Vsock(listener) => self.listen_for(guest, Watched::new(listener)),
+            AnyListener::Ivshmem(listener) => self.listen_for(guest, Watched::new(listener)),
+            AnyListener::VfioUser(listener) => self.listen_for(guest, Watched::new(listener)),
         }
     }
 
@@ -101,9 +101,9 @@ impl Acceptor for Supervisor {
         listener: AnyListener,
     ) -> io::Result<ListenerId> {
         match listener {
-            AnyListener::Unix(listener) => self.listen_for(guest, listener),
+            AnyListener::Unix(listener) => self.listen_for(guest, Watched::new(listener)),
             AnyListener::Tcp(listener) => self.listen_for(guest, listener),
-            AnyListener::Vsock(listener) => self.listen_for(guest, listener),
+            AnyListener::Vsock(listener) => self.listen_for(guest, Watched::new(listener)),
             AnyListener::Ivshmem(_) | AnyListener::VfioUser(_) => Err(io::Error::other(
                 "a supervisor does not listen for virtual machines: each has a process that does",
             )),

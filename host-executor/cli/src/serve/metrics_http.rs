@@ -22,6 +22,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::JoinHandle;
 use tracing::{debug, error};
 use vgpu_executor::config::MetricsAddress;
+use vgpu_executor::listener::{LOOK_INTERVAL, SocketWatch};
 use vgpu_executor::metrics;
 use vgpu_executor::status::{Progress, StatusHandle};
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, bind_stream};
@@ -59,21 +60,20 @@ const ERROR_PAUSE: Duration = Duration::from_secs(1);
 /// A listener for clients.
 pub(super) enum Listener {
     Tcp(TcpListener),
-    Unix(UnixListener),
+    Unix(UnixListener, SocketFile),
 }
 
 /// Binds a listener at `address`. A unix socket's file is removed when the result is dropped.
-pub(super) fn bind(address: &MetricsAddress) -> io::Result<(Listener, Option<SocketFile>)> {
+pub(super) fn bind(address: &MetricsAddress) -> io::Result<Listener> {
     Ok(match address {
         MetricsAddress::Tcp(address) => {
             let listener = TcpListener::bind(address)?;
             listener.set_nonblocking(true)?;
-            (Listener::Tcp(listener), None)
+            Listener::Tcp(listener)
         }
         MetricsAddress::Unix(path) => {
             let (listener, file) = bind_stream(path, DEFAULT_MODE).map_err(io::Error::other)?;
-            listener.set_nonblocking(true)?;
-            (Listener::Unix(listener), Some(file))
+            Listener::Unix(listener, file)
         }
     })
 }
@@ -101,12 +101,13 @@ fn serve_with(listener: Listener, answers: Answers) -> io::Result<()> {
                     answers,
                 ))
             }
-            Listener::Unix(listener) => {
-                let listener = tokio::net::UnixListener::from_std(listener)?;
-                Box::pin(accept(
-                    async move || Ok(listener.accept().await?.0),
-                    answers,
-                ))
+            Listener::Unix(listener, file) => {
+                let mut socket = WatchedSocket {
+                    listener: tokio::net::UnixListener::from_std(listener)?,
+                    file,
+                    watch: SocketWatch::default(),
+                };
+                Box::pin(accept(async move || socket.accept().await, answers))
             }
         }
     };
@@ -116,8 +117,30 @@ fn serve_with(listener: Listener, answers: Answers) -> io::Result<()> {
     Ok(())
 }
 
+/// A socket that listens at its path again when its file is gone.
+struct WatchedSocket {
+    listener: tokio::net::UnixListener,
+    file: SocketFile,
+    watch: SocketWatch,
+}
+
+impl WatchedSocket {
+    async fn accept(&mut self) -> io::Result<tokio::net::UnixStream> {
+        loop {
+            match tokio::time::timeout(LOOK_INTERVAL, self.listener.accept()).await {
+                Ok(accepted) => return Ok(accepted?.0),
+                Err(_) => {
+                    if let Some(socket) = self.watch.look(&mut self.file) {
+                        self.listener = tokio::net::UnixListener::from_std(socket.into())?;
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Accepts clients, and answers each in a task of its own.
-async fn accept<S>(next: impl AsyncFn() -> io::Result<S>, answers: Answers)
+async fn accept<S>(mut next: impl AsyncFnMut() -> io::Result<S>, answers: Answers)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {

@@ -12,7 +12,7 @@ use vgpu_executor::control::{self, Actions, ReloadOutcome};
 use vgpu_executor::size::shown;
 use vgpu_executor::status::StatusHandle;
 use vgpu_executor::{GuestChange, OperatorRequest, Quota};
-use vgpu_transport::link::socket_file::SocketFile;
+use vgpu_transport::link::socket_file::{self, SocketFile};
 
 use super::events::Event;
 use super::metrics_http;
@@ -21,8 +21,16 @@ use super::sandboxing::Confined;
 /// The sockets that the settings ask for, bound. No client is answered yet.
 pub(super) struct Observers {
     metrics: Option<metrics_http::Listener>,
-    control: Option<UnixListener>,
-    files: Vec<SocketFile>,
+    control: Option<(UnixListener, SocketFile)>,
+}
+
+/// Removes the socket files of this process when it is dropped, at the end of the process.
+pub(super) struct SocketFiles(());
+
+impl Drop for SocketFiles {
+    fn drop(&mut self) {
+        socket_file::remove_all();
+    }
 }
 
 /// Binds the sockets for metrics and control, where the settings ask for them.
@@ -30,14 +38,10 @@ pub(super) fn bind(settings: &Settings) -> anyhow::Result<Observers> {
     let mut observers = Observers {
         metrics: None,
         control: None,
-        files: Vec::new(),
     };
     if let Some(address) = &settings.metrics {
         match metrics_http::bind(address) {
-            Ok((listener, file)) => {
-                observers.metrics = Some(listener);
-                observers.files.extend(file);
-            }
+            Ok(listener) => observers.metrics = Some(listener),
             // Guests can be served all the same.
             Err(error) if error.kind() == ErrorKind::AddrInUse => error!(
                 "no metrics: another program listens on {address} (dcgm-exporter, for one, uses \
@@ -48,23 +52,22 @@ pub(super) fn bind(settings: &Settings) -> anyhow::Result<Observers> {
     }
     if let Some(path) = &settings.control {
         let bound = control::bind(path);
-        let (listener, file) =
-            bound.with_context(|| format!("the control socket {}", path.display()))?;
-        observers.control = Some(listener);
-        observers.files.push(file);
+        let bound = bound.with_context(|| format!("the control socket {}", path.display()))?;
+        observers.control = Some(bound);
     }
     Ok(observers)
 }
 
 impl Observers {
-    /// Answers clients from now on. The sockets' files are removed when the result is dropped.
+    /// Answers clients from now on. The socket files of the process are removed when the result is
+    /// dropped.
     pub(super) fn serve(
         self,
         settings: &Settings,
         status: &StatusHandle,
         events: Sender<Event>,
         _: &Confined,
-    ) -> anyhow::Result<Vec<SocketFile>> {
+    ) -> anyhow::Result<SocketFiles> {
         if let Some(listener) = self.metrics {
             metrics_http::serve(listener, status.clone()).context("no thread for metrics")?;
             if let Some(address) = &settings.metrics {
@@ -94,16 +97,16 @@ impl Observers {
             let answer = sent.ok().and_then(|()| answer.recv().ok());
             answer.unwrap_or_else(|| GuestAnswer::Refused("the executor is ending".into()))
         };
-        if let Some(listener) = self.control {
+        if let Some((listener, file)) = self.control {
             let actions = Actions {
                 reload: Box::new(reload),
                 perform: Box::new(perform),
                 guests: Box::new(guests),
             };
-            control::serve(listener, status.clone(), actions)
+            control::serve(listener, file, status.clone(), actions)
                 .context("no thread for the control socket")?;
         }
-        Ok(self.files)
+        Ok(SocketFiles(()))
     }
 }
 

@@ -43,6 +43,7 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
 /// of others.
 fn answer_while(flag: &Arc<AtomicBool>, control: &Path, report: &Report) {
     let (listener, file) = control::bind(control).expect("a socket");
+    listener.set_nonblocking(false).expect("a socket");
     let (flag, answer) = (Arc::clone(flag), serde_json::to_vec(report).expect("JSON"));
     thread::spawn(move || {
         let (_file, mut unanswered) = (file, Vec::new());
@@ -167,6 +168,7 @@ impl ObedientVm {
             requests: Arc::default(),
         };
         let (listener, file) = control::bind(control).expect("a socket");
+        listener.set_nonblocking(false).expect("a socket");
         let (server, answers) = (Arc::clone(&vm.server), Arc::clone(&vm.answers));
         let requests = Arc::clone(&vm.requests);
         thread::spawn(move || {

@@ -12,7 +12,7 @@ pub mod fuzzing;
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -28,7 +28,7 @@ use vgpu_transport::shm::memory::sealed_file;
 
 use super::accept::accept_first;
 use super::options::VmOptions;
-use crate::listener::{GuestListener, IncomingGuest, wait_readable};
+use crate::listener::{GuestListener, IncomingGuest, SocketOwner, wait_readable};
 use device::{BAR0_SIZE, CONFIG_SIZE, Function};
 
 /// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA (`linux/vfio.h`).
@@ -43,7 +43,7 @@ pub struct VfioUserListener {
     options: VmOptions,
     machine: Option<VmWindow>,
     listener: UnixListener,
-    _file: SocketFile,
+    file: SocketFile,
 }
 
 impl VfioUserListener {
@@ -58,7 +58,7 @@ impl VfioUserListener {
             options,
             machine: None,
             listener,
-            _file: file,
+            file,
         })
     }
 
@@ -166,6 +166,16 @@ impl VfioUserListener {
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
         }
+    }
+}
+
+impl SocketOwner for VfioUserListener {
+    fn socket_file(&mut self) -> Option<&mut SocketFile> {
+        Some(&mut self.file)
+    }
+
+    fn use_socket(&mut self, socket: OwnedFd) {
+        self.listener = socket.into();
     }
 }
 

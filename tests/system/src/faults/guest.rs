@@ -159,6 +159,11 @@ impl Guest {
         Ok(None)
     }
 
+    /// What the guest has logged.
+    pub(super) fn log(&self) -> String {
+        self.dialogue.log()
+    }
+
     pub(super) fn signal(&self, signal: Signal) -> Result<()> {
         self.dialogue.signal(signal)
     }

@@ -12,10 +12,11 @@ use std::fmt;
 use std::io::Write as _;
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::preload;
 use anyhow::{Context as _, Result, ensure};
@@ -65,6 +66,13 @@ const SHORT: Duration = Duration::from_millis(1500);
 
 /// What a busy machine may add to a stated time.
 const SLOW_MACHINE: Duration = Duration::from_secs(30);
+
+/// What a program is told when `vgpu kill` has ended its session.
+const KILLED: &str = "an operator of the host has ended this session";
+
+/// The plugin keeps the file of a model open, and remembers hashes of it, if the file has not
+/// changed for 60 s. One more, because times of files have fractions of a second.
+const SETTLING_TIME: Duration = Duration::from_secs(61);
 
 /// Rounds between two comparisons of resources.
 const ROUNDS: usize = 8;
@@ -139,6 +147,7 @@ struct Soak<'a> {
 /// Injects `setup.counts.events` events, or as many as fit into `setup.counts.time`.
 pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let times = setup.counts.events;
+    wait_until_settled(&setup.program.model, progress)?;
     let began = Instant::now();
     let mut soak = Soak::new(setup)?;
     let mut done = 0;
@@ -319,6 +328,9 @@ impl<'a> Soak<'a> {
             }
         }
         thread::sleep(moment(&mut self.rng, self.life));
+        let logged: Vec<usize> = { self.programs.iter() }
+            .map(|program| program.guest.log().len())
+            .collect();
         let fails = self.inject(event, subject)?;
         let happened = Instant::now();
         // The programs work at the same time, a fork for two.
@@ -346,6 +358,11 @@ impl<'a> Soak<'a> {
                         took < most,
                         "{name} failed after {took:?} only, not within {most:?}"
                     );
+                    if event == Event::SessionKilled {
+                        let log = guest.log();
+                        expect_killed(log.get(logged[program]..).unwrap_or_default())
+                            .with_context(|| format!("{name} failed: {why}"))?;
+                    }
                 }
             }
         }
@@ -677,6 +694,33 @@ impl<'a> Soak<'a> {
     }
 }
 
+/// The log of a program whose session was killed says so, and names no other loss of a session.
+fn expect_killed(log: &str) -> Result<()> {
+    let reasons = log.lines().filter_map(|line| {
+        let (_, told) = line.split_once(" is lost: ")?;
+        Some(told.split_once(". Its buffers")?.0)
+    });
+    let reasons: Vec<&str> = reasons.collect();
+    ensure!(
+        reasons == [KILLED],
+        "the program is told {reasons:?} instead of {KILLED:?}"
+    );
+    Ok(())
+}
+
+/// Waits until the plugin trusts the file of a model: from then on each program keeps the file
+/// open, which would count as a leak of a program that was started before.
+fn wait_until_settled(model: &Path, progress: &Progress) -> Result<()> {
+    let file = std::fs::metadata(model).context("reading the times of the model")?;
+    let changed = u64::try_from(file.ctime()).unwrap_or(0);
+    let settled = SystemTime::UNIX_EPOCH + Duration::from_secs(changed) + SETTLING_TIME;
+    if let Ok(left) = settled.duration_since(SystemTime::now()) {
+        progress.note("waiting until the model has not changed for a minute");
+        thread::sleep(left);
+    }
+    Ok(())
+}
+
 /// What an executor says of itself in `vgpu ps`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ExecutorStatus {
@@ -769,4 +813,32 @@ fn write_config(setup: &Setup<'_>, file: &Path, control: &Path, weight: u64) -> 
         );
     }
     std::fs::write(file, text).context("writing a configuration")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn program_of_a_killed_session_is_told_so_once() {
+        let line = |reason: &str| {
+            format!(
+                "ggml-vgpu: ERROR session 3 at unix:/run/vgpu.sock is lost: {reason}. Its buffers \
+                 are gone and its work fails from now on.\nggml-vgpu: ERROR VGPU0: graph not \
+                 computed: the executor is lost: {reason}\n"
+            )
+        };
+        expect_killed(&line(KILLED)).unwrap();
+        for wrong in [
+            "",
+            &line("the peer has closed the link"),
+            &line(KILLED).repeat(2),
+        ] {
+            let error = expect_killed(wrong).unwrap_err().to_string();
+            assert!(
+                error.ends_with(&format!("instead of {KILLED:?}")),
+                "{error}"
+            );
+        }
+    }
 }

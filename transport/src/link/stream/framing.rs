@@ -288,7 +288,7 @@ impl Framing {
                 Ok(0) => return Err(self.fail(LinkError::Closed)),
                 Ok(count) => self.sent += count,
                 Err(error) if would_block(&error) => break,
-                Err(error) => return Err(self.broken(&error)),
+                Err(error) => return Err(self.cannot_write(&error)),
             }
         }
         if self.sent > CHUNK && self.sent * 2 > self.out.len() {
@@ -298,9 +298,18 @@ impl Framing {
         match self.channel.flush() {
             Ok(is_empty) => self.is_buffered = !is_empty,
             Err(error) if would_block(&error) => self.is_buffered = true,
-            Err(error) => return Err(self.broken(&error)),
+            Err(error) => return Err(self.cannot_write(&error)),
         }
         Ok(())
+    }
+
+    /// The link fails because of a write. What the peer has sent before it closed the stream, such
+    /// as the reason, is received first.
+    fn cannot_write(&mut self, error: &io::Error) -> LinkError {
+        match self.pull_in() {
+            Ok(()) => self.broken(error),
+            Err(first) => first,
+        }
     }
 
     fn pull_in(&mut self) -> Result<(), LinkError> {

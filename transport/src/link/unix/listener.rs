@@ -57,6 +57,16 @@ impl Listener {
         self.file.path()
     }
 
+    /// The socket file.
+    pub fn file(&mut self) -> &mut SocketFile {
+        &mut self.file
+    }
+
+    /// Accepts guests on `socket` from now on, which [`SocketFile::bind_again`] has returned.
+    pub fn use_socket(&mut self, socket: OwnedFd) {
+        self.socket = socket;
+    }
+
     /// Waits up to `timeout` for a guest to connect. `None` when no guest has connected.
     ///
     /// The call exchanges no packets with the guest. [`Arrival::handshake`] does, and may run on

@@ -1,11 +1,13 @@
 //! What workers can do, and how memory is divided among them.
 
 use anyhow::{Context as _, bail, ensure};
+use tracing::{info, warn};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine as _;
 use vgpu_executor::config::{GuestSettings, Settings};
 use vgpu_executor::engine::EngineKind;
 use vgpu_executor::isolate::Partition;
+use vgpu_executor::size::shown;
 use vgpu_executor::weights::Sharing;
 
 use crate::serve::args::Args;
@@ -82,6 +84,62 @@ pub(super) fn memory(settings: &Settings, engines: &[EngineKind]) -> anyhow::Res
     })
 }
 
+/// Says in the log if the parts of the guests are more than the machine or its control group has
+/// left now. Each worker compares its allocations with what is left then, and does not know what
+/// other workers have allocated and not touched: only parts that fit together cannot be promised
+/// twice.
+pub(super) fn log_shortage(engine: &EngineKind, partition: &Partition) -> anyhow::Result<()> {
+    if *engine != EngineKind::Cpu {
+        return Ok(());
+    }
+    let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;
+    match shortage(partition, engine.memory().free) {
+        Some(Shortage::OfNamed(text)) => warn!("{text}"),
+        Some(Shortage::OfAll(text)) => info!("{text}"),
+        None => {}
+    }
+    Ok(())
+}
+
+/// The parts of the guests are more than the machine has left.
+#[derive(Debug, PartialEq, Eq)]
+enum Shortage {
+    /// Those of the named guests alone.
+    OfNamed(String),
+    /// Those of the named guests and of as many unnamed guests as are accepted.
+    OfAll(String),
+}
+
+/// `left`: the bytes that the machine has left.
+fn shortage(partition: &Partition, left: u64) -> Option<Shortage> {
+    let parts = { partition.rules.guests.iter() }.filter_map(|rule| rule.policy.memory);
+    let named = parts.fold(0, u64::saturating_add);
+    let each = partition
+        .rules
+        .unnamed
+        .as_ref()
+        .and_then(|unnamed| unnamed.memory);
+    let places = u64::try_from(partition.max_unnamed).unwrap_or(u64::MAX);
+    let all = named.saturating_add(each.unwrap_or(0).saturating_mul(places));
+    let text = |who: &str, sum| {
+        format!(
+            "the parts of {who} are {} in all, and the machine has {} left now: if they use more \
+             than is left, the kernel ends one of their processes. Smaller parts or a smaller \
+             --memory prevent that",
+            shown(sum),
+            shown(left)
+        )
+    };
+    if named > left {
+        Some(Shortage::OfNamed(text("the named guests", named)))
+    } else if all > left {
+        let who = format!("the named guests and of {places} unnamed ones");
+        Some(Shortage::OfAll(text(&who, all)))
+    } else {
+        None
+    }
+}
+
 /// A guest's part of the memory.
 pub(super) fn part(args: &Args, guest: &GuestSettings) -> Option<u64> {
     guest.rule.policy.memory.or(args.guest_memory)
@@ -139,4 +197,52 @@ pub(super) fn partition(
         max_unnamed,
         max_sessions: settings.max_guests,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 100 MiB in all: 40 for a named guest, and 20 for each other one.
+    fn divided(overcommit: bool, named: u64) -> anyhow::Result<Partition> {
+        let mut args = Args::default();
+        args.guest_memory = Some(20 << 20);
+        let mut guest = GuestSettings::new("alice");
+        guest.rule.policy.memory = Some(named << 20);
+        let settings = Settings {
+            guests: vec![guest],
+            overcommit,
+            ..Settings::default()
+        };
+        partition(&args, &settings, Some(100 << 20))
+    }
+
+    #[test]
+    fn parts_of_all_guests_are_no_more_than_the_memory() {
+        let parts = divided(false, 40).unwrap();
+        assert_eq!(parts.max_unnamed, 3);
+        assert_eq!(shortage(&parts, 100 << 20), None);
+        let error = divided(false, 101).unwrap_err().to_string();
+        assert!(
+            error.contains("105906176 bytes of memory in all, 104857600 are"),
+            "{error}"
+        );
+        assert_eq!(divided(true, 101).unwrap().max_unnamed, 5);
+    }
+
+    #[test]
+    fn parts_that_the_machine_has_not_left_are_reported() {
+        let parts = divided(false, 40).unwrap();
+        let Some(Shortage::OfAll(text)) = shortage(&parts, 99 << 20) else {
+            panic!("{:?}", shortage(&parts, 99 << 20));
+        };
+        let expected = "the parts of the named guests and of 3 unnamed ones are 100.0 MiB in all, \
+                        and the machine has 99.0 MiB left now";
+        assert!(text.starts_with(expected), "{text}");
+        let Some(Shortage::OfNamed(text)) = shortage(&parts, 39 << 20) else {
+            panic!("{:?}", shortage(&parts, 39 << 20));
+        };
+        let expected = "the parts of the named guests are 40.0 MiB in all, and the machine has 39";
+        assert!(text.starts_with(expected), "{text}");
+    }
 }

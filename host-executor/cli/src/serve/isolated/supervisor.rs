@@ -51,6 +51,9 @@ pub(crate) fn run(
     let engines = &selection.engines;
     let memory = partition::memory(&settings, engines)?;
     let partition = partition::partition(args, &settings, memory)?;
+    if !settings.overcommit {
+        partition::log_shortage(engine, &partition)?;
+    }
     let mut listeners = Listeners::without_machines(&settings)?;
     let prepared = listeners.prepare(&settings)?;
     // Before any process is started, which would inherit the files.
