@@ -35,7 +35,7 @@ fn toml_blocks(page: &str) -> Vec<(usize, String)> {
 }
 
 /// Checks a configuration, with the certificates of a test instead of those of a host, on an engine
-/// with much memory. Returns what is wrong.
+/// with much memory, or on the GPUs that the configuration names. Returns what is wrong.
 fn mistake(block: &str, scratch: &Scratch, certificates: &Path) -> Option<String> {
     let certificates = certificates.to_str().expect("text");
     let block = block.replace("/etc/vgpu/certs", certificates);
@@ -46,6 +46,15 @@ fn mistake(block: &str, scratch: &Scratch, certificates: &Path) -> Option<String
     let file = scratch.path().join("vgpu.toml");
     fs::write(&file, format!("{engine}{block}")).expect("a file");
     let mut check = vgpu(&["check-config"]);
+    if block.contains("cuda:") {
+        // Two GPUs of the stand-in for NVIDIA's driver. Without a folder for verdicts, no kernel is
+        // checked.
+        let library = vgpu_driver_standin::folder().expect("the library");
+        check
+            .env("LD_LIBRARY_PATH", library)
+            .env("VGPU_STANDIN_DEVICES", "H100,H100")
+            .env("VGPU_CACHE", "/dev/null");
+    }
     let output = check.arg(&file).output().expect("the command starts");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     (!output.status.success()).then_some(said)

@@ -207,6 +207,49 @@ fn excessive_quotas_are_refused_unless_overcommitment_is_set() {
     assert!(rules.check_memory(0, 100).is_ok());
 }
 
+#[test]
+fn engines_and_the_devices_of_guests_are_read() {
+    let engines = |text: &str| {
+        let settings = parse(&format!("[engine]\nkind = {text}\n"));
+        settings.map(|settings| settings.engines.to_string())
+    };
+    assert_eq!(engines("\"cuda:0,2\"").unwrap(), "cuda:0, cuda:2");
+    let array = "[\"cuda:1\", \"cpu\"]";
+    assert_eq!(engines(array).unwrap(), "cuda:1, cpu");
+    for (text, reason) in [
+        ("[]", "no engine is named"),
+        ("[\"cuda:1\", \"gpu\"]", "expected cpu, cuda,"),
+        ("3", "an engine, such as"),
+    ] {
+        let problem = engines(text).unwrap_err();
+        assert!(problem.reason.contains(reason), "{text}: {problem}");
+        assert_eq!(problem.line, 2, "{text}");
+    }
+
+    let guest = |kind: &str, devices: &str| {
+        parse(&format!(
+            "[engine]\nkind = \"{kind}\"\n[[guest]]\nname = \"a\"\nuids = [1]\n\
+             devices = {devices}\n"
+        ))
+    };
+    let read = guest("cuda:all", "[2, 0]").unwrap();
+    assert_eq!(read.rules().guests[0].policy.devices, [2, 0]);
+    assert_eq!(read.check_devices(), Ok(()));
+    let rules = read.rules();
+    assert_eq!(rules.check_devices(3), Ok(()));
+    let error = rules.check_devices(2).unwrap_err().to_string();
+    assert!(error.contains("device 2, counted from 0"), "{error}");
+    for (devices, reason) in [("[]", "no device"), ("[1, 1]", "device 1 occurs twice")] {
+        let problem = guest("cpu", devices).unwrap_err();
+        assert!(problem.reason.contains(reason), "{devices}: {problem}");
+        assert_eq!(problem.line, 6, "{devices}");
+    }
+    // `auto` may leave a GPU out, which would shift the numbers.
+    let error = guest("auto", "[1]").unwrap().check_devices();
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("name the engines"), "{error}");
+}
+
 proptest::proptest! {
     #[test]
     fn no_text_panics(text in "\\PC{0,200}") {

@@ -218,6 +218,23 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_divided_or_left_to_drivers() {
+        let vulkan: EngineKind = "ggml:/a.so:V0".parse().unwrap();
+        let (cuda, cpu) = (EngineKind::Cuda(0), EngineKind::Cpu);
+        let memory = Some(1 << 30);
+        for (engines, memory, is_allowed) in [
+            (vec![cuda.clone(), EngineKind::Cuda(1)], None, true),
+            (vec![cuda.clone(), vulkan.clone()], None, true),
+            (vec![cuda.clone(), vulkan.clone()], memory, false),
+            (vec![cpu.clone(), vulkan], memory, true),
+            (vec![cuda, cpu], None, false),
+        ] {
+            let checked = check_engines(&engines, memory);
+            assert_eq!(checked.is_ok(), is_allowed, "{engines:?}");
+        }
+    }
+
+    #[test]
     fn parts_of_all_guests_are_no_more_than_the_memory() {
         let parts = divided(false, 40).unwrap();
         assert_eq!(parts.max_unnamed, 3);
