@@ -198,7 +198,7 @@ fn refusal_that_comes_before_hello_is_known() {
     host.send(&message, 0, &mut |_| {}).unwrap();
     drop(host);
     let guest = Box::new(guest);
-    let error = Session::open(guest, Offer::SERVED, "test".into(), true, HANG).err();
+    let error = Session::open(guest, hello(Offer::SERVED), true, HANG).err();
     let error = error.expect("a refusal").to_string();
     assert_eq!(error, "the executor refuses: the host drains");
 }
@@ -311,7 +311,7 @@ fn reason_of_the_end_is_known_whatever_the_program_does_next() {
             session.run(&mut host, &flag)
         });
         let guest = Box::new(guest);
-        let session = Session::open(guest, Offer::SERVED, "test".into(), true, HANG).unwrap();
+        let session = Session::open(guest, hello(Offer::SERVED), true, HANG).unwrap();
         let buffer = session.alloc(8).unwrap();
         session.write(&buffer, 0, [1; 8][..].into(), false).unwrap();
         stop.set();

@@ -88,8 +88,8 @@ pub(super) fn memory(settings: &Settings, engines: &[EngineKind]) -> anyhow::Res
 /// left now. Each worker compares its allocations with what is left then, and does not know what
 /// other workers have allocated and not touched: only parts that fit together cannot be promised
 /// twice.
-pub(super) fn log_shortage(engine: &EngineKind, partition: &Partition) -> anyhow::Result<()> {
-    if *engine != EngineKind::Cpu {
+pub(super) fn log_shortage(engines: &[EngineKind], partition: &Partition) -> anyhow::Result<()> {
+    if !engines.contains(&EngineKind::Cpu) {
         return Ok(());
     }
     let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;

@@ -52,7 +52,7 @@ pub(crate) fn run(
     let memory = partition::memory(&settings, engines)?;
     let partition = partition::partition(args, &settings, memory)?;
     if !settings.overcommit {
-        partition::log_shortage(engine, &partition)?;
+        partition::log_shortage(engines, &partition)?;
     }
     let mut listeners = Listeners::without_machines(&settings)?;
     let prepared = listeners.prepare(&settings)?;
