@@ -51,11 +51,9 @@ impl CpuMemory {
                 charge: Arc::new(BudgetCharge::take(budget, whole_pages(0))?),
             });
         }
-        let map = match budget.has_guards {
-            true => Region::guarded,
-            false => Region::private,
-        };
-        CpuMemory::mapped(size, budget, |len| map(len).map(CpuMemoryKind::Private))
+        CpuMemory::mapped(size, budget, |len| {
+            Region::for_budget(budget, len).map(CpuMemoryKind::Private)
+        })
     }
 
     /// Memory for weights that takes the place of this memory, with the same charge. `None` if
@@ -96,7 +94,11 @@ impl CpuMemory {
         let memory = CpuMemory::mapped(size, budget, |len| {
             let pages = len.checked_next_multiple_of(PAGE)?;
             let file = memfd::sealed("vgpu-buffer", pages).ok()?;
-            let region = Region::shared(file.as_fd(), len)?;
+            let map = match budget.has_guards {
+                true => Region::shared_guarded,
+                false => Region::shared,
+            };
+            let region = map(file.as_fd(), len)?;
             sealed = Some((file, pages as u64));
             Some(CpuMemoryKind::Shared(region))
         })?;
