@@ -1,22 +1,21 @@
 //! A guest that writes to its buffers while graphs of every operator run: to row ids, expert ids,
 //! masks, blocks and numbers, in source and destination. A graph gives some result, or fails
-//! because of an index. Nothing beside its destination changes.
+//! because of an index. Nothing beside its destination changes: the kernel ends the test at an
+//! access to the pages around a buffer.
 
 mod common;
-#[path = "../../transport/tests/common/ops.rs"]
-#[allow(dead_code)]
-mod ops;
-#[path = "../../transport/tests/common/samples.rs"]
-mod samples;
+#[path = "common/operations.rs"]
+mod operations;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use common::{Build, Guest, Host, OtherGuest, cpu};
-use ops::usual;
-use samples::{f32, sample, typed};
+use common::{Build, Guest, Host, MEMORY, OtherGuest};
+use operations::{Operation, every_operator, of_types};
+use vgpu_cpu::CpuEngine;
 use vgpu_gguf::Rng;
-use vgpu_transport::ir::{BufferId, Op, OpKind, Precision, Shape, Type};
+use vgpu_transport::ir::{BufferId, OpKind, Shape};
 use vgpu_transport::shm::memory::Window;
 use vgpu_transport::wire::{GraphId, Reply, Request};
 
@@ -24,136 +23,6 @@ const GRAPH: GraphId = GraphId(1);
 
 /// Runs of each graph.
 const RUNS: usize = 12;
-
-/// An operation: operator, destination, and sources. A source may lie in the destination.
-struct Operation {
-    name: String,
-    op: Op,
-    dst: Shape,
-    src: Vec<Shape>,
-    is_in_place: bool,
-}
-
-/// An operation of every operator.
-fn every_operator() -> Vec<Operation> {
-    let kinds = OpKind::ALL.iter().filter(|&&k| k != OpKind::FlashAttnBack);
-    kinds
-        .map(|&kind| {
-            let sample = sample(kind, 8);
-            // The engines have GET_REL_POS for half floats only.
-            let of_type = |shape: Shape| match kind {
-                OpKind::GetRelPos => typed(Type::F16, shape.ne),
-                _ => shape,
-            };
-            Operation {
-                name: kind.ggml_name().into(),
-                op: sample.op,
-                dst: of_type(sample.dst),
-                src: sample.src.into_iter().map(of_type).collect(),
-                is_in_place: false,
-            }
-        })
-        .collect()
-}
-
-/// Operations with blocks, masks and long rows.
-fn of_types() -> Vec<Operation> {
-    let (accumulator, activation) = (Precision::Default, Precision::Default);
-    let ids = |ne: [u64; 4]| typed(Type::I32, ne);
-    let of = |name: &str, op: Op, dst: Shape, src: Vec<Shape>| Operation {
-        name: name.into(),
-        op,
-        dst,
-        src,
-        is_in_place: false,
-    };
-    let mut all = Vec::new();
-    let types = [
-        Type::F16,
-        Type::Q4_0,
-        Type::Q8_0,
-        Type::Q4K,
-        Type::Q6K,
-        Type::Iq2Xs,
-        Type::Iq4Xs,
-        Type::Mxfp4,
-    ];
-    for ty in types {
-        let named = |op: &str| format!("{op} of {ty:?}");
-        let (n, rows) = (512, 96);
-        let table = typed(ty, [n, rows, 1, 1]);
-        let dense = f32([n, 40, 1, 1]);
-        all.push(of(
-            &named("SET_ROWS"),
-            Op::SetRows {},
-            table,
-            vec![dense, ids([40, 1, 1, 1])],
-        ));
-        all.push(of(
-            &named("GET_ROWS"),
-            Op::GetRows {},
-            dense,
-            vec![table, ids([40, 1, 1, 1])],
-        ));
-        all.push(of(
-            &named("MUL_MAT_ID"),
-            Op::MulMatId {
-                accumulator,
-                activation,
-            },
-            f32([64, 4, 40, 1]),
-            vec![
-                typed(ty, [n, 64, 8, 1]),
-                f32([n, 1, 40, 1]),
-                ids([4, 40, 1, 1]),
-            ],
-        ));
-        all.push(of(
-            &named("MUL_MAT"),
-            Op::MulMat {
-                accumulator,
-                activation,
-                hadamard: false,
-            },
-            f32([rows, 40, 1, 1]),
-            vec![table, dense],
-        ));
-        all.push(of(
-            &named("CPY to"),
-            Op::Copy {},
-            table,
-            vec![f32(table.ne)],
-        ));
-        // The sum is quantised to where its first term is read.
-        all.push(Operation {
-            is_in_place: true,
-            ..of(
-                &named("ADD in place"),
-                Op::Add {},
-                table,
-                vec![table, f32(table.ne)],
-            )
-        });
-    }
-    let rows = f32([1 << 12, 8, 1, 1]);
-    let order = usual(OpKind::Argsort).expect("an order");
-    all.push(of("ARGSORT of long rows", order, ids(rows.ne), vec![rows]));
-    let mask = typed(Type::F16, [512, 32, 1, 1]);
-    let (q, kv) = (f32([64, 32, 4, 1]), typed(Type::F16, [64, 512, 2, 1]));
-    all.push(of(
-        "FLASH_ATTN_EXT with a mask",
-        usual(OpKind::FlashAttnExt).expect("usual parameters"),
-        f32([64, 4, 32, 1]),
-        vec![q, kv, kv, mask],
-    ));
-    all.push(of(
-        "SOFT_MAX with a mask",
-        usual(OpKind::SoftMax).expect("usual parameters"),
-        f32([512, 32, 4, 1]),
-        vec![f32([512, 32, 4, 1]), mask],
-    ));
-    all
-}
 
 /// A buffer that the guest has mapped, if the engine shares it.
 fn mapped(guest: &mut Guest, shape: &Shape) -> (BufferId, Option<Window>) {
@@ -252,7 +121,9 @@ const MORE: u64 = 100;
 
 #[test]
 fn a_guest_that_rewrites_its_buffers_while_any_operator_runs_harms_nobody() {
-    let host = Host::new(cpu());
+    // A page without access lies before and behind each buffer.
+    let engine = CpuEngine::new(2, Some(MEMORY)).expect("two threads and 64 MiB");
+    let host = Host::new(Arc::new(engine.with_checks()));
     let mut other = OtherGuest::new(host.guest_of(2));
     let mut failed = Vec::new();
     let operations = every_operator().into_iter().chain(of_types());

@@ -123,6 +123,42 @@ fn memory_of_one_tenant_is_zero_for_the_next() {
     }
 }
 
+/// A guest need not unmap a buffer that it has freed.
+#[test]
+fn mapping_of_a_freed_buffer_reaches_no_later_one() {
+    const SIZE: u64 = 1 << 20;
+    let host = Host::new(cpu());
+    let mut first = host.guest_of(1);
+    let buffer = first.new_buffer();
+    let kept = first.alloc_mapped(buffer, SIZE).expect("a shared buffer");
+    let [secret, late] = [0x5e, 0x6f].map(|byte| vec![byte; SIZE as usize]);
+    first.write(buffer, 0, &secret);
+    first.fence();
+    let mut seen = vec![0; SIZE as usize];
+    kept.bytes(0..seen.len()).copy_to(&mut seen);
+    assert!(seen == secret, "the guest maps its buffer");
+    first.send(&Request::Free { buffer });
+    first.fence();
+    kept.bytes(0..seen.len()).copy_to(&mut seen);
+    assert!(
+        seen.iter().all(|&byte| byte == 0),
+        "pages of a freed buffer"
+    );
+
+    let mut second = host.guest_of(2);
+    let buffer = second.alloc(SIZE);
+    kept.bytes_mut(0..late.len()).copy_from((&late[..]).into());
+    let zeros = second.read(buffer, 0, SIZE);
+    assert!(
+        zeros.iter().all(|&byte| byte == 0),
+        "a byte of another tenant"
+    );
+    second.write(buffer, 0, &secret);
+    second.fence();
+    kept.bytes(0..seen.len()).copy_to(&mut seen);
+    assert!(seen == late, "the first guest sees another tenant's buffer");
+}
+
 #[test]
 fn memory_freed_within_a_session_is_zero_again_too() {
     let host = Host::new(cpu());

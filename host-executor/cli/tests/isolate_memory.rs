@@ -6,6 +6,7 @@ mod served;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,29 +18,40 @@ use served::{Scratch, Serve, vgpu};
 use vgpu_transport::wire::{GraphId, Reply, Request};
 
 /// A control group with a memory limit, in which processes can be put.
-struct MemoryGroup(PathBuf);
+struct MemoryGroup {
+    folder: PathBuf,
+    /// The name of the file with the limit.
+    limit: &'static str,
+}
 
 impl MemoryGroup {
-    /// A group of `bytes` in the hierarchy of version 2 or 1, if this user may make one.
-    fn new(bytes: u64) -> Option<MemoryGroup> {
-        let name = format!("vgpu-isolate-{}", std::process::id());
+    /// A group of `bytes` for this test, in the hierarchy of version 2 or 1, if this user may make
+    /// one.
+    fn new(test: &str, bytes: u64) -> Option<MemoryGroup> {
+        let name = format!("vgpu-{test}-{}", std::process::id());
         let hierarchies = [
             ("/sys/fs/cgroup", "memory.max"),
             ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
         ];
-        hierarchies.into_iter().find_map(|(mount, file)| {
-            let group = MemoryGroup(Path::new(mount).join(&name));
-            fs::create_dir(&group.0).ok()?;
+        hierarchies.into_iter().find_map(|(mount, limit)| {
+            let folder = Path::new(mount).join(&name);
+            let group = MemoryGroup { folder, limit };
+            fs::create_dir(&group.folder).ok()?;
             // The file exists if the hierarchy counts memory. A hierarchy on a temporary file
             // system takes any file.
-            let file = group.0.join(file);
-            let has_limit = file.exists() && fs::write(file, bytes.to_string()).is_ok();
+            let has_limit = group.folder.join(limit).exists() && group.set_limit(bytes);
             has_limit.then_some(group)
         })
     }
 
+    /// Sets the limit. Returns whether the kernel has accepted it.
+    fn set_limit(&self, bytes: u64) -> bool {
+        fs::write(self.folder.join(self.limit), bytes.to_string()).is_ok()
+    }
+
     fn add(&self, pid: u32) {
-        fs::write(self.0.join("cgroup.procs"), pid.to_string()).expect("a process of this group");
+        fs::write(self.folder.join("cgroup.procs"), pid.to_string())
+            .expect("a process of this group");
     }
 
     /// Waits until the processes of the group use less than `bytes`.
@@ -48,7 +60,7 @@ impl MemoryGroup {
         let usage = || {
             let text = files
                 .iter()
-                .find_map(|file| fs::read_to_string(self.0.join(file)).ok());
+                .find_map(|file| fs::read_to_string(self.folder.join(file)).ok());
             let text = text.expect("a group that counts memory");
             text.trim().parse::<u64>().expect("a number")
         };
@@ -62,20 +74,14 @@ impl MemoryGroup {
 
 impl Drop for MemoryGroup {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
+        let _ = fs::remove_dir(&self.folder);
     }
 }
 
-/// The unit may have a limit for all processes together (`MemoryMax=`). If the worker of one guest
-/// exhausts it, that worker ends, and neither the supervisor nor another worker.
-#[test]
-fn worker_that_exhausts_the_memory_ends_alone() {
-    const LIMIT: u64 = 256 << 20;
-    const BUFFER: u64 = 32 << 20;
-    let scratch = Scratch::new("oom");
-    let group = MemoryGroup::new(LIMIT);
+/// A supervisor whose workers have more memory than the tests let them use.
+fn start(scratch: &Scratch) -> Serve {
     let endpoint = format!("unix:{}", scratch.socket().display());
-    let serve = Serve::of(vgpu(&[
+    Serve::of(vgpu(&[
         "serve",
         "--listen",
         &endpoint,
@@ -86,7 +92,61 @@ fn worker_that_exhausts_the_memory_ends_alone() {
         "512M",
         "--memory",
         "2G",
-    ]));
+    ]))
+}
+
+/// Graphs of the other guest before an attack.
+const WARM_UP: usize = 3000;
+
+/// Held by the test that exhausts memory: another one delays the kernel while it frees memory.
+static EXHAUSTS: Mutex<()> = Mutex::new(());
+
+/// Runs `attack` while the other guest computes without a pause.
+fn while_the_other_computes<T>(other_guest: &mut Guest, attack: impl FnOnce() -> T) -> T {
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        // Memory that exists, as in a generation. An allocation of the other worker could be the
+        // one that finds no memory while the kernel still frees that of the ended worker: the
+        // kernel would end the other worker, too (docs/multi-guest.md).
+        let memory = other_guest.alloc_with(&bytes(&[1.0, 2.0]));
+        let graph = GraphId(3);
+        other_guest.graph(graph, &add(2, memory, memory, memory));
+        let mut compute = move || {
+            other_guest.write(memory, 0, &bytes(&[1.0, 2.0]));
+            other_guest.submit(graph);
+            assert_eq!(other_guest.read_f32(memory, 2), [2.0, 4.0]);
+        };
+        // The pages of the window that messages lie in exist afterwards, too.
+        (0..WARM_UP).for_each(|_| compute());
+        let is_over = &is_over;
+        let decoding = scope.spawn(move || {
+            let mut computed = 0;
+            while !is_over.load(Ordering::Relaxed) || computed == 0 {
+                compute();
+                computed += 1;
+            }
+            computed
+        });
+        let outcome = attack();
+        is_over.store(true, Ordering::Relaxed);
+        println!(
+            "{} graphs of the other guest",
+            decoding.join().expect("it computes")
+        );
+        outcome
+    })
+}
+
+/// The unit may have a limit for all processes together (`MemoryMax=`). If the worker of one guest
+/// exhausts it, that worker ends, and neither the supervisor nor another worker.
+#[test]
+fn worker_that_exhausts_the_memory_ends_alone() {
+    const LIMIT: u64 = 256 << 20;
+    const BUFFER: u64 = 32 << 20;
+    let _alone = EXHAUSTS.lock();
+    let scratch = Scratch::new("oom");
+    let group = MemoryGroup::new("refused", LIMIT);
+    let serve = start(&scratch);
     if let Some(group) = &group {
         group.add(serve.child.id());
     }
@@ -117,33 +177,8 @@ fn worker_that_exhausts_the_memory_ends_alone() {
         prlimit(Some(worker), Resource::As, limit).expect("a process of this user");
     }
 
-    let is_over = AtomicBool::new(false);
-    let told = thread::scope(|scope| {
-        // Memory that exists, as in a generation. An allocation of the other worker could be the
-        // one that finds no memory while the kernel still frees that of the ended worker: the
-        // kernel would end the other worker, too (docs/multi-guest.md).
-        let memory = other_guest.alloc_with(&bytes(&[1.0, 2.0]));
-        let graph = GraphId(3);
-        other_guest.graph(graph, &add(2, memory, memory, memory));
-        let other_guest = &mut other_guest;
-        let is_over = &is_over;
-        let decoding = scope.spawn(move || {
-            let mut computed = 0;
-            while !is_over.load(Ordering::Relaxed) || computed == 0 {
-                other_guest.write(memory, 0, &bytes(&[1.0, 2.0]));
-                other_guest.submit(graph);
-                assert_eq!(other_guest.read_f32(memory, 2), [2.0, 4.0]);
-                computed += 1;
-            }
-            computed
-        });
-        let told = exhaust(&mut attacker, BUFFER, 2 * LIMIT / BUFFER);
-        is_over.store(true, Ordering::Relaxed);
-        println!(
-            "{} graphs of the other guest",
-            decoding.join().expect("it computes")
-        );
-        told
+    let told = while_the_other_computes(&mut other_guest, || {
+        exhaust(&mut attacker, BUFFER, 2 * LIMIT / BUFFER)
     });
     println!("the attacker was told: {told}");
     // The kernel ends the link of the ended worker before it has freed the worker's memory.
@@ -160,6 +195,60 @@ fn worker_that_exhausts_the_memory_ends_alone() {
     let (status, log) = serve.wait();
     assert!(status.success(), "{log}");
     drop(group);
+}
+
+/// As above, when the kernel has to end a process: buffers that a worker has got while there was
+/// memory are written when there is none. The other guest waits meanwhile: its worker could need a
+/// page before the kernel has freed those of the ended worker, and be ended, too.
+#[test]
+fn the_kernel_ends_only_the_worker_that_writes_to_memory_that_is_gone() {
+    const BEFORE: u64 = 1 << 30;
+    const LIMIT: u64 = 128 << 20;
+    const BUFFER: u64 = 32 << 20;
+    let Some(group) = MemoryGroup::new("killed", BEFORE) else {
+        println!("skipped: no control group that counts memory can be made here");
+        return;
+    };
+    println!(
+        "a control group of {LIMIT} bytes: {}",
+        group.folder.display()
+    );
+    let _alone = EXHAUSTS.lock();
+    let scratch = Scratch::new("oom-kill");
+    let serve = start(&scratch);
+    group.add(serve.child.id());
+    let (mut other_guest, _) = guest(&serve, &scratch);
+    compute_once(&mut other_guest);
+    let (mut attacker, _) = guest(&serve, &scratch);
+    workers(&serve, 2);
+    let buffers = [0; 8].map(|_| attacker.alloc(BUFFER));
+    attacker.fence();
+    group.wait_for_less_than(LIMIT);
+    assert!(group.set_limit(LIMIT), "the group uses less");
+
+    for buffer in buffers {
+        attacker.send(&Request::Fill {
+            buffer,
+            offset: 0,
+            len: BUFFER,
+            value: 7,
+        });
+    }
+    attacker.send(&Request::Fence {});
+    let reply = attacker.end.receive(&mut Vec::new(), (&mut [][..]).into());
+    assert!(reply.is_err(), "the buffers were filled");
+    // The kernel ends the link of the ended worker before it has freed the worker's memory.
+    group.wait_for_less_than(LIMIT * 3 / 4);
+    compute_once(&mut other_guest);
+    drop(attacker);
+    let (mut next, _) = guest(&serve, &scratch);
+    compute_once(&mut next);
+    drop((next, other_guest));
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert!(status.success(), "{log}");
+    let killed = log.matches("was ended by SIGKILL (signal 9)").count();
+    assert_eq!(killed, 1, "{log}");
 }
 
 /// With `MemoryMax=`, systemd would stop the whole service when the kernel has ended one of its

@@ -2,15 +2,35 @@
 //! most the memory that it was given and a constant. Each attack is refused with numbers, or stays
 //! below the bound.
 
+mod certified;
 #[path = "../../tests/common/mod.rs"]
 mod common;
+#[path = "../../../transport/tests/common/ops.rs"]
+#[allow(dead_code)] // the samples use a part
+mod ops;
+#[path = "../../../transport/tests/common/samples.rs"]
+mod samples;
 mod served;
 
 use std::fs;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
-use common::{Build, Guest, OtherGuest, add, image};
+use common::model::{for_weights, lookup, upload};
+use common::{Build, Guest, OtherGuest, TIMEOUT, add, image};
+use samples::sample;
+use served::workers::workers;
 use served::{Scratch, Serve, vgpu};
-use vgpu_transport::ir::{BufferId, Graph, Op, Precision, RopeMode, Shape, Tensor, Type};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::{Engine, Memory};
+use vgpu_transport::ir::{
+    BufferId, Graph, Limits, Op, OpKind, Precision, RopeMode, Shape, Tensor, Type, validate,
+};
+use vgpu_transport::link::stream::{Channel, Plain, StreamGuest};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const MIB: u64 = 1 << 20;
@@ -68,10 +88,14 @@ impl Told {
 
 impl Executor {
     fn start(test: &str) -> Executor {
+        Executor::start_with(test, &[])
+    }
+
+    fn start_with(test: &str, more: &[&str]) -> Executor {
         let scratch = Scratch::new(test);
         let endpoint = format!("unix:{}", scratch.socket().display());
         let (memory, threads) = (format!("{MEMORY}M"), THREADS.to_string());
-        let serve = Serve::of(vgpu(&[
+        let mut command = vgpu(&[
             "serve",
             "--listen",
             &endpoint,
@@ -79,7 +103,9 @@ impl Executor {
             &threads,
             "--memory",
             &memory,
-        ]));
+        ]);
+        command.args(more);
+        let serve = Serve::of(command);
         let other = OtherGuest::new(serve.guest(&scratch.socket()));
         Executor {
             serve,
@@ -96,12 +122,7 @@ impl Executor {
     /// sessions and the other guest, and that the other guest computes.
     fn check(&mut self, attack: &str, sessions: u64) {
         self.other.compute();
-        let status = fs::read_to_string(format!("/proc/{}/status", self.serve.child.id()));
-        let status = status.expect("the executor runs");
-        let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-        let kib = line.and_then(|line| line.split_whitespace().nth(1));
-        let peak = kib.and_then(|kib| kib.parse::<u64>().ok());
-        let peak = peak.expect("a number of KiB") >> 10;
+        let peak = peak(self.serve.child.id());
         let bound = MEMORY + PROCESS + THREADS * THREAD + (sessions + 1) * SESSION;
         println!("{attack}: {peak} MiB were resident, {bound} are allowed");
         assert!(
@@ -121,6 +142,15 @@ impl Executor {
         self.check(attack, 1);
         told
     }
+}
+
+/// The most resident memory that a process has ever had, in MiB.
+fn peak(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("the process runs");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let kib = line.and_then(|line| line.split_whitespace().nth(1));
+    let kib = kib.and_then(|kib| kib.parse::<u64>().ok());
+    kib.expect("a number of KiB") >> 10
 }
 
 /// Reads all replies up to that of a FENCE, or to the end of the session.
@@ -402,5 +432,229 @@ fn small_buffers_and_sessions_stay_below_the_bound() {
     drop(guests);
     let guests: Vec<Guest> = (0..20).map(|_| executor.guest()).collect();
     executor.check("sessions", 20);
+    drop(guests);
+}
+
+/// The most steps of an operation: it runs for some seconds at most.
+const STEPS: u64 = 1 << 28;
+
+/// An operation in one buffer of [`BUFFER`] bytes, and the working memory that it needs.
+fn placed(kind: OpKind, size: u64, buffer: BufferId) -> Option<Graph> {
+    let sample = sample(kind, size);
+    if sample.count > STEPS {
+        return None;
+    }
+    // The engines have GET_REL_POS for half floats only.
+    let of_type = |shape: Shape| match kind {
+        OpKind::GetRelPos => samples::typed(Type::F16, shape.ne),
+        _ => shape,
+    };
+    let (mut build, mut end) = (Build::default(), 0);
+    let mut place = |shape: Shape| {
+        let shape = of_type(shape);
+        let offset = end;
+        end = (offset + shape.byte_len()?).next_multiple_of(256);
+        (end <= BUFFER).then(|| build.place(shape, buffer, offset))
+    };
+    let dst = place(sample.dst)?;
+    let src = sample.src.into_iter().map(&mut place);
+    let src: Vec<u32> = src.collect::<Option<_>>()?;
+    build.node(sample.op, dst, &src);
+    Some(build.0)
+}
+
+/// The operation of this kind that needs the most working memory, of those that fit in the buffer,
+/// and this memory in bytes.
+fn with_most_working_memory(
+    kind: OpKind,
+    engine: &dyn Engine,
+    memory: &Arc<dyn Memory>,
+    buffer: BufferId,
+) -> (u64, Graph) {
+    let graphs = (0..24).map_while(|log| placed(kind, 1 << log, buffer));
+    let with_memory = graphs.filter_map(|graph| {
+        let (limits, size) = (Limits::default(), |_| Some(BUFFER));
+        // The largest ones may exceed a limit of validation.
+        let valid = validate(graph.clone(), engine.capabilities(), &limits, size).ok()?;
+        let plan = engine.compile(&valid, std::slice::from_ref(memory), &|| false);
+        let plan = plan.expect("the engine has every operator");
+        Some((plan.working_bytes(), graph))
+    });
+    let most = with_memory.max_by_key(|(bytes, _)| *bytes);
+    most.unwrap_or_else(|| panic!("no {} fits", kind.ggml_name()))
+}
+
+#[test]
+fn working_memory_of_every_operator_stays_below_the_bound() {
+    let mut executor = Executor::start("bound-operators");
+    let engine = CpuEngine::new(THREADS as usize, None).expect("two threads");
+    let memory = engine.alloc(BUFFER).expect("a buffer");
+    let all = OpKind::ALL.iter().filter(|&&k| k != OpKind::FlashAttnBack);
+    let mut with_memory = 0;
+    for &kind in all {
+        let mut bytes = 0;
+        let name = kind.ggml_name();
+        let told = executor.run(name, |buffer| {
+            let (most, graph) = with_most_working_memory(kind, &engine, &memory, buffer);
+            bytes = most;
+            graph
+        });
+        println!("{name}: {} KiB of working memory", bytes >> 10);
+        with_memory += usize::from(bytes > MIB);
+        assert!(told.end.is_none(), "{name}: {told:?}");
+        assert!(
+            told.failures.is_empty() || told.is_refused(),
+            "{name}: {told:?}"
+        );
+    }
+    // The others work on rows or tiles of a bounded size.
+    assert!(with_memory >= 3, "{with_memory} operators need a MiB");
+}
+
+/// Weights that move between buffers until pages of the first one belong to nobody.
+#[test]
+fn weights_that_lose_their_first_buffer_stay_below_the_bound() {
+    const LEN: u64 = 64 * MIB;
+    let mut executor = Executor::start("bound-weights");
+    let mut guest = executor.guest();
+    let (kept, _) = for_weights(&mut guest, LEN);
+    for round in 0..14u8 {
+        let content = vec![round + 1; LEN as usize];
+        let (first, _) = for_weights(&mut guest, LEN);
+        upload(&mut guest, first, 0, &content);
+        guest.send(&Request::Seal { buffer: first });
+        guest.fence();
+        // The host has the content once it is hashed.
+        let start = Instant::now();
+        while !lookup(&mut guest, kept, 0, &content) {
+            assert!(start.elapsed() < TIMEOUT, "the content is not hashed");
+        }
+        guest.send(&Request::Fill {
+            buffer: kept,
+            offset: 0,
+            len: LEN,
+            value: 0xff,
+        });
+        guest.send(&Request::Free { buffer: first });
+        let told = told(&mut guest);
+        assert!(told.end.is_none(), "{told:?}");
+        assert!(told.failures.is_empty(), "{told:?}");
+    }
+    executor.check("weights without their first buffer", 1);
+}
+
+/// A channel that reads nothing from the time on when it is told so.
+struct ReadsNoMore {
+    channel: Plain,
+    has_stopped: Arc<AtomicBool>,
+}
+
+impl Channel for ReadsNoMore {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        match self.has_stopped.load(Ordering::Relaxed) {
+            true => Err(io::ErrorKind::WouldBlock.into()),
+            false => self.channel.read(bytes),
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.channel.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<bool> {
+        self.channel.flush()
+    }
+
+    fn close(&mut self) {
+        self.channel.close();
+    }
+
+    fn socket(&self) -> io::Result<OwnedFd> {
+        self.channel.socket()
+    }
+}
+
+#[test]
+fn replies_that_nobody_reads_stay_below_the_bound() {
+    let port = certified::port();
+    let endpoint = format!("tcp:127.0.0.1:{port}");
+    let mut executor = Executor::start_with("bound-stream", &["--listen", &endpoint]);
+    let socket = TcpStream::connect(("127.0.0.1", port)).expect("a connection");
+    socket.set_nonblocking(true).expect("a socket");
+    let has_stopped = Arc::new(AtomicBool::new(false));
+    let channel = ReadsNoMore {
+        channel: Plain::new(socket),
+        has_stopped: Arc::clone(&has_stopped),
+    };
+    let end = StreamGuest::new(Box::new(channel)).with_heartbeat();
+    let mut guest = Guest::new(Box::new(end.expect("a thread")));
+    guest.hello();
+    let len = MAX_PAYLOAD as u64;
+    let buffer = guest.alloc(len);
+    has_stopped.store(true, Ordering::Relaxed);
+    // Replies of 2 GiB, and frames behind these until no further one is taken.
+    let read = Request::Read {
+        buffer,
+        offset: 0,
+        len,
+    };
+    let mut send = |request: &Request, payload: &[u8]| {
+        let mut message = Vec::new();
+        request.encode(guest.protocol, &mut message);
+        guest.end.send(&message, payload.into())
+    };
+    for _ in 0..2048 {
+        if send(&read, &[]).is_err() {
+            break;
+        }
+    }
+    let (write, payload) = (Request::Write { buffer, offset: 0 }, vec![7; MAX_PAYLOAD]);
+    let taken = (0..2048).take_while(|_| send(&write, &payload).is_ok());
+    let taken = taken.count();
+    println!("{taken} frames of 1 MiB were taken");
+    assert!(taken < 2048, "all frames were taken");
+    executor.check("replies that nobody reads", 1);
+}
+
+/// The bound holds for each process: a worker has the memory of its guest.
+#[test]
+fn each_process_of_isolation_stays_below_the_bound() {
+    const OF_GUEST: u64 = 160;
+    let guest_memory = format!("{OF_GUEST}M");
+    let isolate = ["--isolate", "--guest-memory", &guest_memory];
+    let mut executor = Executor::start_with("bound-isolate", &isolate);
+    let attacks: [(&str, Attack); 2] = [
+        ("a product of one term", product_of_one_term),
+        ("ROPE of a long row", rope_of_a_long_row),
+    ];
+    let guests = attacks.map(|(attack, graph)| {
+        let mut guest = executor.guest();
+        let buffer = guest.alloc(BUFFER);
+        guest.send(&Request::Fill {
+            buffer,
+            offset: 0,
+            len: BUFFER,
+            value: 0,
+        });
+        guest.graph(GraphId(1), &graph(buffer));
+        guest.submit(GraphId(1));
+        let told = told(&mut guest);
+        assert!(told.is_refused(), "{attack}: {told:?}");
+        guest
+    });
+    executor.other.compute();
+    let supervisor = peak(executor.serve.child.id());
+    println!("supervisor: {supervisor} MiB were resident, {PROCESS} are allowed");
+    assert!(supervisor <= PROCESS, "the supervisor had {supervisor} MiB");
+    let bound = OF_GUEST + PROCESS + THREADS * THREAD + SESSION;
+    let mut peaks = Vec::new();
+    for worker in workers(&executor.serve, 3).values() {
+        peaks.push(peak(worker.as_raw_pid() as u32));
+    }
+    println!("workers: {peaks:?} MiB were resident, {bound} are allowed");
+    assert!(peaks.iter().all(|&peak| peak <= bound), "{peaks:?}");
+    // The buffers of both attackers were there.
+    let large = peaks.iter().filter(|&&peak| peak >= BUFFER >> 20);
+    assert_eq!(large.count(), 2, "{peaks:?}");
     drop(guests);
 }

@@ -6,6 +6,7 @@ mod served;
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -46,9 +47,18 @@ fn run_with_folder(test: &str, profile: &str, folder: &Path) {
 
 /// Makes a system call by its number, with numbers as arguments.
 fn call(number: libc::c_long, arguments: [u64; 3]) -> io::Result<i64> {
-    // SAFETY: the calls below get null pointers or numbers. If a call were allowed, its effect
-    // would be limited to this process, which exists for this test only.
+    // SAFETY: the calls below get null pointers, numbers, or a page that nothing else uses. If a
+    // call were allowed, its effect would be limited to this process, which exists for this test
+    // only, and to a child, which ends below.
     let result = unsafe { libc::syscall(number, arguments[0], arguments[1], arguments[2]) };
+    #[cfg(target_arch = "x86_64")]
+    let starts_a_process = [libc::SYS_clone, libc::SYS_fork, libc::SYS_vfork].contains(&number);
+    #[cfg(not(target_arch = "x86_64"))]
+    let starts_a_process = number == libc::SYS_clone;
+    if result == 0 && starts_a_process {
+        // SAFETY: this is the child, which nothing waits for.
+        unsafe { libc::_exit(0) };
+    }
     if result < 0 {
         Err(io::Error::last_os_error())
     } else {
@@ -228,6 +238,209 @@ fn assert_others_are_out_of_reach(profile: Profile) {
         rustix::process::getrlimit(rustix::process::Resource::Core),
     )
     .expect("limits of this process");
+}
+
+/// The system calls by which a process could leave its limits, with arguments. Without the filter
+/// most of them fail with another code than EPERM, or have no effect. Some need capabilities, and
+/// would fail with EPERM anyway.
+fn escapes() -> Vec<(&'static str, libc::c_long, [u64; 3])> {
+    let parent = u64::from(std::os::unix::process::parent_id());
+    let mut all = vec![
+        // Programs.
+        ("execveat", libc::SYS_execveat, [0, 0, 0]),
+        // Other processes.
+        (
+            "ptrace",
+            libc::SYS_ptrace,
+            [u64::from(libc::PTRACE_TRACEME), 0, 0],
+        ),
+        (
+            "process_vm_readv",
+            libc::SYS_process_vm_readv,
+            [parent, 0, 0],
+        ),
+        (
+            "process_vm_writev",
+            libc::SYS_process_vm_writev,
+            [parent, 0, 0],
+        ),
+        ("process_madvise", libc::SYS_process_madvise, [0, 0, 0]),
+        ("process_mrelease", libc::SYS_process_mrelease, [0, 0, 0]),
+        ("pidfd_getfd", libc::SYS_pidfd_getfd, [0, 0, 0]),
+        ("kcmp", libc::SYS_kcmp, [parent, parent, 1]),
+        ("rt_sigqueueinfo", libc::SYS_rt_sigqueueinfo, [parent, 0, 0]),
+        (
+            "rt_tgsigqueueinfo",
+            libc::SYS_rt_tgsigqueueinfo,
+            [parent, parent, 0],
+        ),
+        ("perf_event_open", libc::SYS_perf_event_open, [0, 0, 0]),
+        ("userfaultfd", libc::SYS_userfaultfd, [1, 0, 0]), // UFFD_USER_MODE_ONLY
+        // Namespaces and file systems.
+        ("setns", libc::SYS_setns, [0, 0, 0]),
+        ("unshare", libc::SYS_unshare, [0, 0, 0]),
+        ("mount", libc::SYS_mount, [0, 0, 0]),
+        ("umount2", libc::SYS_umount2, [0, 0, 0]),
+        ("chroot", libc::SYS_chroot, [0, 0, 0]),
+        ("pivot_root", libc::SYS_pivot_root, [0, 0, 0]),
+        ("fsopen", libc::SYS_fsopen, [0, 0, 0]),
+        ("fsmount", libc::SYS_fsmount, [0, 0, 0]),
+        ("fsconfig", libc::SYS_fsconfig, [0, 0, 0]),
+        ("fspick", libc::SYS_fspick, [0, 0, 0]),
+        ("move_mount", libc::SYS_move_mount, [0, 0, 0]),
+        ("open_tree", libc::SYS_open_tree, [0, 0, 0]),
+        ("mount_setattr", libc::SYS_mount_setattr, [0, 0, 0]),
+        ("open_by_handle_at", libc::SYS_open_by_handle_at, [0, 0, 0]),
+        // The kernel.
+        ("bpf", libc::SYS_bpf, [0, 0, 0]),
+        ("io_uring_setup", libc::SYS_io_uring_setup, [1, 0, 0]),
+        ("io_uring_enter", libc::SYS_io_uring_enter, [0, 0, 0]),
+        ("io_uring_register", libc::SYS_io_uring_register, [0, 0, 0]),
+        ("keyctl", libc::SYS_keyctl, [0, 0, 0]),
+        ("add_key", libc::SYS_add_key, [0, 0, 0]),
+        ("request_key", libc::SYS_request_key, [0, 0, 0]),
+        ("kexec_load", libc::SYS_kexec_load, [0, 0, 0]),
+        ("kexec_file_load", libc::SYS_kexec_file_load, [0, 0, 0]),
+        ("init_module", libc::SYS_init_module, [0, 0, 0]),
+        ("finit_module", libc::SYS_finit_module, [0, 0, 0]),
+        ("delete_module", libc::SYS_delete_module, [0, 0, 0]),
+        // Rights.
+        ("personality", libc::SYS_personality, [0xffff_ffff, 0, 0]),
+        ("capset", libc::SYS_capset, [0, 0, 0]),
+        ("setuid", libc::SYS_setuid, [0, 0, 0]),
+        ("setgid", libc::SYS_setgid, [0, 0, 0]),
+        ("setgroups", libc::SYS_setgroups, [0, 0, 0]),
+    ];
+    #[cfg(target_arch = "x86_64")]
+    all.extend([
+        ("iopl", libc::SYS_iopl, [0, 0, 0]),
+        ("ioperm", libc::SYS_ioperm, [0, 0, 0]),
+    ]);
+    all
+}
+
+/// The system calls that start processes and signal to them. A supervisor may make them.
+fn escapes_of_all_but_a_supervisor() -> Vec<(&'static str, libc::c_long, [u64; 3])> {
+    let parent = u64::from(std::os::unix::process::parent_id());
+    let mut all = vec![
+        ("execve", libc::SYS_execve, [0, 0, 0]),
+        ("clone", libc::SYS_clone, [libc::SIGCHLD as u64, 0, 0]),
+        ("kill", libc::SYS_kill, [parent, 0, 0]),
+        ("tkill", libc::SYS_tkill, [parent, 0, 0]),
+        ("tgkill", libc::SYS_tgkill, [parent, parent, 0]),
+        ("pidfd_open", libc::SYS_pidfd_open, [parent, 0, 0]),
+        ("pidfd_send_signal", libc::SYS_pidfd_send_signal, [0, 0, 0]),
+    ];
+    #[cfg(target_arch = "x86_64")]
+    all.extend([
+        ("fork", libc::SYS_fork, [0, 0, 0]),
+        ("vfork", libc::SYS_vfork, [0, 0, 0]),
+    ]);
+    all
+}
+
+/// The system calls that reach others through a new socket, which this role may not make.
+fn connections_refused_to(role: Role) -> Vec<(&'static str, libc::c_long, [u64; 3])> {
+    let (stream, datagram) = (libc::SOCK_STREAM as u64, libc::SOCK_DGRAM as u64);
+    let unix = libc::AF_UNIX as u64;
+    let mut all = Vec::new();
+    if role == Role::Server {
+        return all;
+    }
+    for family in [libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK] {
+        for kind in [stream, datagram] {
+            all.push(("socket", libc::SYS_socket, [family as u64, kind, 0]));
+        }
+    }
+    all.extend([
+        ("a Unix socket", libc::SYS_socket, [unix, stream, 0]),
+        ("socketpair", libc::SYS_socketpair, [unix, datagram, 0]),
+        ("bind", libc::SYS_bind, [0, 0, 0]),
+        ("listen", libc::SYS_listen, [0, 0, 0]),
+    ]);
+    if role == Role::Worker {
+        all.extend([
+            ("a datagram socket", libc::SYS_socket, [unix, datagram, 0]),
+            ("connect", libc::SYS_connect, [0, 0, 0]),
+            ("accept", libc::SYS_accept, [0, 0, 0]),
+            ("accept4", libc::SYS_accept4, [0, 0, 0]),
+        ]);
+    }
+    all
+}
+
+/// No memory becomes code, in none of the ways that bytes of a guest could.
+fn assert_no_code() {
+    let access = libc::PROT_READ | libc::PROT_EXEC;
+    let file = vgpu_transport::memfd::sealed("vgpu-test", 4096).expect("a file in memory");
+    let map = |access, flags, file| {
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, flags, file, 0) }
+    };
+    for flags in [libc::MAP_SHARED, libc::MAP_PRIVATE] {
+        let code = map(access, flags, file.as_raw_fd());
+        let error = io::Error::last_os_error();
+        assert_eq!(code, libc::MAP_FAILED, "a file in memory is code");
+        assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{error}");
+    }
+    let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let page = map(libc::PROT_READ | libc::PROT_WRITE, anonymous, -1);
+    assert_ne!(page, libc::MAP_FAILED, "a page");
+    for (what, number) in [
+        ("mprotect", libc::SYS_mprotect),
+        ("pkey_mprotect", libc::SYS_pkey_mprotect),
+    ] {
+        assert_refused(what, call(number, [page as u64, 4096, access as u64]));
+    }
+    const READ_IMPLIES_EXEC: u64 = 0x0040_0000; // linux/personality.h
+    let number = libc::SYS_personality;
+    assert_refused("personality", call(number, [READ_IMPLIES_EXEC, 0, 0]));
+}
+
+#[test]
+fn each_way_out_of_a_process_is_refused() {
+    let test = "each_way_out_of_a_process_is_refused";
+    // The processes of `vgpu serve`. The last one is the supervisor.
+    let all = [Profile::Cpu, Profile::Driver]
+        .into_iter()
+        .flat_map(|profile| {
+            [Role::Server, Role::Machine, Role::Worker].map(|role| Some((profile, role)))
+        });
+    let all: Vec<_> = all.chain([None]).collect();
+    let Ok(process) = std::env::var(INSIDE) else {
+        for process in 0..all.len() {
+            run_inside(test, &process.to_string());
+        }
+        return;
+    };
+    let process: usize = process.parse().expect("a number of the list");
+    let (name, mut calls) = (format!("{:?}", all[process]), escapes());
+    match all[process] {
+        None => {
+            sandbox::enter_supervisor().expect("a sandbox");
+        }
+        Some((profile, role)) => {
+            calls.extend(escapes_of_all_but_a_supervisor());
+            calls.extend(connections_refused_to(role));
+            sandbox::enter(profile, role).expect("a sandbox");
+        }
+    }
+    let outcomes = { calls.into_iter() }.map(|(what, number, arguments)| {
+        let code = call(number, arguments)
+            .err()
+            .and_then(|error| error.raw_os_error());
+        (what, code)
+    });
+    let open: Vec<_> = outcomes
+        .filter(|(_, code)| *code != Some(libc::EPERM))
+        .collect();
+    assert!(open.is_empty(), "{name} can make {open:?}");
+    let clone3 = call(libc::SYS_clone3, [0, 0, 0]).err();
+    let code = clone3.and_then(|error| error.raw_os_error());
+    assert_eq!(code, Some(libc::ENOSYS), "clone3 by {name}");
+    if matches!(all[process], Some((Profile::Cpu, _))) {
+        assert_no_code();
+    }
 }
 
 /// Starts a thread like those of a driver: it handles no signal.

@@ -398,6 +398,7 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_setns,
         libc::SYS_bpf,
         libc::SYS_perf_event_open,
+        libc::SYS_userfaultfd,
         libc::SYS_io_uring_setup,
         libc::SYS_io_uring_enter,
         libc::SYS_io_uring_register,
@@ -405,6 +406,7 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_add_key,
         libc::SYS_request_key,
         libc::SYS_kexec_load,
+        libc::SYS_kexec_file_load,
         libc::SYS_init_module,
         libc::SYS_finit_module,
         libc::SYS_delete_module,
@@ -438,7 +440,6 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_vfork,
         libc::SYS_iopl,
         libc::SYS_ioperm,
-        libc::SYS_kexec_file_load,
     ];
     #[cfg(not(target_arch = "x86_64"))]
     let older = &[];

@@ -134,9 +134,9 @@ impl CpuEngine {
         self
     }
 
-    /// The same engine with checks for tests: the kernel ends the process at an access beyond the
-    /// last page of a buffer that no guest maps, and working memory has other contents in each run,
-    /// so that a result depends on them if a kernel reads what it has not written.
+    /// The same engine with checks for tests: the kernel ends the process at an access before the
+    /// first page of a buffer or beyond its last page, and working memory has other contents in
+    /// each run, so that a result depends on them if a kernel reads what it has not written.
     ///
     /// # Panics
     /// If the engine has allocated memory or compiled a plan.

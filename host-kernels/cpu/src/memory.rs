@@ -51,11 +51,9 @@ impl CpuMemory {
                 charge: Arc::new(BudgetCharge::take(budget, whole_pages(0))?),
             });
         }
-        let map = match budget.has_guards {
-            true => Region::guarded,
-            false => Region::private,
-        };
-        CpuMemory::mapped(size, budget, |len| map(len).map(CpuMemoryKind::Private))
+        CpuMemory::mapped(size, budget, |len| {
+            Region::for_budget(budget, len).map(CpuMemoryKind::Private)
+        })
     }
 
     /// Memory for weights that takes the place of this memory, with the same charge. `None` if
@@ -96,7 +94,11 @@ impl CpuMemory {
         let memory = CpuMemory::mapped(size, budget, |len| {
             let pages = len.checked_next_multiple_of(PAGE)?;
             let file = memfd::sealed("vgpu-buffer", pages).ok()?;
-            let region = Region::shared(file.as_fd(), len)?;
+            let map = match budget.has_guards {
+                true => Region::shared_guarded,
+                false => Region::shared,
+            };
+            let region = map(file.as_fd(), len)?;
             sealed = Some((file, pages as u64));
             Some(CpuMemoryKind::Shared(region))
         })?;
@@ -449,6 +451,36 @@ mod tests {
         for size in [0, 4096, 12288] {
             rustix::fs::ftruncate(&file, size).unwrap_err();
         }
+    }
+
+    #[test]
+    fn a_guest_can_neither_resize_nor_seal_the_file_of_a_buffer() {
+        use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate};
+
+        let budget = Arc::new(Budget::new(Some(1 << 20)));
+        let SharedMemory { memory, file, size } = CpuMemory::shared(8192, &budget).unwrap();
+        for size in [0, 1, size - 1, size + 1, 2 * size] {
+            ftruncate(&file, size).unwrap_err();
+        }
+        fallocate(&file, FallocateFlags::empty(), size, 4096).unwrap_err();
+        fallocate(&file, FallocateFlags::COLLAPSE_RANGE, 0, 4096).unwrap_err();
+        // A seal against writes would fail the writes of the executor.
+        for seal in [SealFlags::WRITE, SealFlags::FUTURE_WRITE] {
+            fcntl_add_seals(&file, seal).unwrap_err();
+        }
+        // Holes of both kinds: of the file, and of a mapping of it.
+        memory.write(0, (&[7; 8192][..]).into()).unwrap();
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&file, hole, 0, 4096).unwrap();
+        // SAFETY: the file has 8192 bytes and is sealed against shrinking.
+        let guest = unsafe { memmap2::MmapMut::map_mut(&file) }.unwrap();
+        // SAFETY: nobody has a reference to bytes of the mapping, and nobody needs its second page.
+        unsafe { guest.unchecked_advise_range(UncheckedAdvice::Remove, 4096, 4096) }.unwrap();
+        let mut seen = [1; 8192];
+        memory.read(0, (&mut seen[..]).into()).unwrap();
+        assert_eq!(seen, [0; 8192]);
+        memory.write(4000, (&[9; 200][..]).into()).unwrap();
+        assert_eq!(guest[4000..4200], [9; 200]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Memory mappings of this process, and the budget that they are charged to.
 
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -52,7 +52,7 @@ pub(super) struct Budget {
     system: Option<SystemMemory>,
     /// The last reading of `system`, and when it began.
     reading: Mutex<Option<(Instant, SystemNow)>>,
-    /// Whether a page without access follows each private allocation.
+    /// Whether each allocation lies between two pages without access.
     pub(super) has_guards: bool,
 }
 
@@ -215,7 +215,10 @@ impl Drop for BudgetCharge {
 
 /// A mapping with one owner, readable and writable. Unmapped when dropped.
 pub(super) struct Region {
+    /// The bytes, and the guard pages around them if there are any.
     mapping: MmapRaw,
+    /// The offset of the first byte in the mapping: 0, or a guard page.
+    start: usize,
     /// The requested size in bytes.
     len: usize,
 }
@@ -224,44 +227,63 @@ impl Region {
     /// A private mapping of `len > 0` zero bytes; `None` if the kernel refuses it.
     pub(super) fn private(len: usize) -> Option<Region> {
         let mapping = MmapMut::map_anon(len).ok()?;
-        Some(Region::new(mapping.into()))
+        Some(Region::new(mapping.into(), 0, len))
     }
 
-    /// As [`private`](Region::private), followed by a page that nobody can access. The kernel ends
-    /// a process that accesses a byte beyond the last page of the region.
+    /// As [`private`](Region::private), between two pages that nobody can access. The kernel ends
+    /// a process that accesses a byte before the first page of the region or beyond the last one.
     pub(super) fn guarded(len: usize) -> Option<Region> {
-        let page = page() as usize;
-        let pages = len.checked_next_multiple_of(page)?;
-        let mapping = MmapMut::map_anon(pages.checked_add(page)?).ok()?;
-        let end = mapping.as_ptr().wrapping_add(pages).cast_mut();
-        // SAFETY: `end` is the last page of a mapping that this function has made, and of which
-        // nobody has another pointer or reference.
-        let outcome = unsafe { libc::mprotect(end.cast(), page, libc::PROT_NONE) };
-        let mut region = Region::new(mapping.into());
-        region.len = len;
-        (outcome == 0).then_some(region)
+        let mapping = between_guard_pages(len)?;
+        Some(Region::new(mapping.into(), page() as usize, len))
+    }
+
+    /// A private mapping with or without guard pages, as this budget has it.
+    pub(super) fn for_budget(budget: &Budget, len: usize) -> Option<Region> {
+        match budget.has_guards {
+            true => Region::guarded(len),
+            false => Region::private(len),
+        }
     }
 
     /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink, so that no
     /// access can fault; `None` if the kernel refuses it.
     pub(super) fn shared(file: BorrowedFd<'_>, len: usize) -> Option<Region> {
         let mapping = MmapOptions::new().len(len).map_raw(&file).ok()?;
-        Some(Region::new(mapping))
+        Some(Region::new(mapping, 0, len))
     }
 
-    fn new(mapping: MmapRaw) -> Region {
+    /// As [`shared`](Region::shared), between two pages as those of [`guarded`](Region::guarded).
+    pub(super) fn shared_guarded(file: BorrowedFd<'_>, len: usize) -> Option<Region> {
+        let mapping = between_guard_pages(len)?;
+        let start = page() as usize;
+        let at = mapping.as_ptr().wrapping_add(start).cast_mut();
+        let (access, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+        );
+        // SAFETY: the pages from `at` on, `len` bytes and the rest of the last page, lie between
+        // the guard pages of a mapping that this function has made, and of which nobody has
+        // another pointer or reference. The file takes their place.
+        let mapped = unsafe { libc::mmap(at.cast(), len, access, flags, file.as_raw_fd(), 0) };
+        (mapped == at.cast()).then(|| Region::new(mapping.into(), start, len))
+    }
+
+    fn new(mapping: MmapRaw, start: usize, len: usize) -> Region {
         // Huge pages save most TLB misses of a weight matrix. Without them everything still works.
         let _ = mapping.advise(Advice::HugePage);
         if nodes().len() > 1 {
             interleave(&mapping, nodes());
         }
-        let len = mapping.len();
-        Region { mapping, len }
+        Region {
+            mapping,
+            start,
+            len,
+        }
     }
 
     /// The address of the first byte.
     pub(super) fn as_ptr(&self) -> *mut u8 {
-        self.mapping.as_mut_ptr()
+        self.mapping.as_mut_ptr().wrapping_add(self.start)
     }
 
     /// The requested size in bytes; the mapping has whole pages.
@@ -277,13 +299,32 @@ impl Region {
     pub(super) unsafe fn discard(&self, range: Range<u64>, advice: UncheckedAdvice) {
         debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len() as u64);
         if range.start < range.end {
-            let (at, len) = (range.start as usize, (range.end - range.start) as usize);
+            let at = self.start + range.start as usize;
+            let len = (range.end - range.start) as usize;
             // SAFETY: the range lies in the mapping and begins at a page. The caller guarantees
             // that no thread accesses the pages and that their contents are not needed.
             let discarded = unsafe { self.mapping.unchecked_advise_range(advice, at, len) };
             debug_assert!(discarded.is_ok(), "discarding pages: {discarded:?}");
         }
     }
+}
+
+/// A private mapping of the pages of `len > 0` bytes, between two pages that nobody can access;
+/// `None` if the kernel refuses it.
+fn between_guard_pages(len: usize) -> Option<MmapMut> {
+    let page = page() as usize;
+    let pages = len.checked_next_multiple_of(page)?;
+    let mapping = MmapMut::map_anon(pages.checked_add(2 * page)?).ok()?;
+    let start = mapping.as_ptr().cast_mut();
+    for at in [start, start.wrapping_add(page + pages)] {
+        // SAFETY: `at` is the first or the last page of a mapping that this function has made, and
+        // of which nobody has another pointer or reference.
+        let outcome = unsafe { libc::mprotect(at.cast(), page, libc::PROT_NONE) };
+        if outcome != 0 {
+            return None;
+        }
+    }
+    Some(mapping)
 }
 
 /// The NUMA nodes of this machine.
@@ -323,6 +364,8 @@ fn interleave(mapping: &MmapRaw, nodes: &[usize]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
+
     use super::*;
     use crate::system_memory::tests::Machine;
 
@@ -402,16 +445,32 @@ mod tests {
     }
 
     #[test]
-    fn a_page_without_access_follows_a_guarded_region() {
-        let region = Region::guarded(page() as usize + 1).unwrap();
+    fn guarded_regions_lie_between_two_pages_without_access() {
+        let page = page() as usize;
+        let file = vgpu_transport::memfd::sealed("vgpu-test", 2 * page).unwrap();
+        let regions = [
+            Region::guarded(page + 1).unwrap(),
+            Region::shared_guarded(file.as_fd(), page + 1).unwrap(),
+        ];
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let end = region.as_ptr() as usize + 2 * page() as usize;
-        let next = maps.lines().find(|line| {
-            let start = line.split('-').next().unwrap_or_default();
-            usize::from_str_radix(start, 16) == Ok(end)
-        });
-        assert!(next.is_some_and(|line| line.contains(" ---p ")), "{maps}");
-        assert_eq!(region.len() as u64, page() + 1);
+        // The access to the page with this address, such as "rw-s".
+        let access = |address: usize| {
+            let mut lines = maps.lines().filter_map(|line| {
+                let (range, rest) = line.split_once(' ')?;
+                let (start, end) = range.split_once('-')?;
+                let of = |text| usize::from_str_radix(text, 16).ok();
+                (of(start)?..of(end)?)
+                    .contains(&address)
+                    .then_some(&rest[..4])
+            });
+            lines.next().unwrap_or_default()
+        };
+        for (region, inside) in regions.iter().zip(["rw-p", "rw-s"]) {
+            let start = region.as_ptr() as usize;
+            let pages = [start - page, start, start + page, start + 2 * page];
+            assert_eq!(pages.map(access), ["---p", inside, inside, "---p"]);
+            assert_eq!(region.len(), page + 1);
+        }
     }
 
     #[test]

@@ -13,9 +13,9 @@ pub(crate) const REQUEST_TIME: Duration = Duration::from_secs(2);
 /// Mappings that a process may have beyond those at the start: the allocator maps arenas.
 const MAPPINGS: usize = 64;
 
-/// Mappings of an open buffer: the first region and its guard page, and 15 copies of shared parts
-/// (`MAX_COPIES`).
-const MAPPINGS_OF_A_BUFFER: usize = 17;
+/// Mappings of an open buffer: the first region and 15 copies of shared parts (`MAX_COPIES`), each
+/// between two guard pages.
+const MAPPINGS_OF_A_BUFFER: usize = 3 * 16;
 
 /// KiB of resident memory that a process may have beyond those at the start: the fuzzer keeps its
 /// corpus in memory.

@@ -257,6 +257,37 @@ fn tests_named_in_the_guarantees_exist() {
 }
 
 #[test]
+fn every_promise_of_the_security_page_names_a_test_or_says_why_there_is_none() {
+    let text = page("docs/SECURITY.md");
+    let (mut promises, mut bare, mut is_of_promises) = (0, Vec::new(), false);
+    for (number, line) in prose(&text) {
+        let Some(row) = line.strip_prefix("| ") else {
+            is_of_promises &= line.starts_with("|-");
+            continue;
+        };
+        let last = row.trim_end_matches('|').rsplit(" | ").next();
+        let last = last.unwrap_or_default().trim();
+        if last == "shown by" {
+            is_of_promises = true;
+            continue;
+        }
+        if !is_of_promises {
+            continue;
+        }
+        promises += 1;
+        // "not tested:" is followed by a reason.
+        let has_reason = last
+            .strip_prefix("not tested:")
+            .is_some_and(|why| why.len() > 10);
+        if named_functions(last).is_empty() && !has_reason {
+            bare.push(format!("line {number}: {line}"));
+        }
+    }
+    assert!(promises > 100, "only {promises} promises");
+    assert!(bare.is_empty(), "{}", bare.join("\n"));
+}
+
+#[test]
 fn every_life_event_names_a_test_or_says_why_there_is_none() {
     let text = page("docs/life-events.md");
     let (mut events, mut bare) = (0, Vec::new());

@@ -50,7 +50,7 @@ impl WeightRegion {
     /// `size > 0` zero bytes; `None` if the mapping fails.
     pub(super) fn create(size: usize, budget: &Arc<Budget>) -> Option<WeightRegion> {
         Some(WeightRegion {
-            base: Arc::new(BaseRegion::new(Region::private(size)?)),
+            base: Arc::new(BaseRegion::new(Region::for_budget(budget, size)?)),
             copies: CopyBudget::new(budget),
             state: Mutex::default(),
         })

@@ -237,7 +237,7 @@ impl WeightRegionState {
         } else {
             let len = all.end - all.start;
             let charge = copies.take(whole_pages(len))?;
-            match Region::private(len as usize) {
+            match Region::for_budget(charge.of_engine.budget(), len as usize) {
                 None => return Err(charge.refused()),
                 Some(region) => (
                     region.as_ptr(),
