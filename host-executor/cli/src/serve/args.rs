@@ -20,8 +20,9 @@ use vgpu_transport::link::Endpoint;
 /// Guests are programs that load libggml-vgpu.so (llama.cpp, Ollama and others); they see this
 /// executor as a GPU. When guests can connect, the line "ready ENDPOINT..." is printed on standard
 /// output. Logs go to standard error. SIGUSR1 writes into the log what every session does now, as
-/// `vgpu dump` does. The first signal closes the listeners, completes the running
-/// graphs, and ends the process with exit status 0. A second signal ends the process at once.
+/// `vgpu dump` does. The first signal closes the listeners, cancels the running graphs at their
+/// next preemption point, tells every guest, and ends the process with exit status 0. A second
+/// signal ends the process at once.
 #[derive(Parser, Default)]
 pub(crate) struct Args {
     /// The configuration: guests with their quotas and weights, and all settings of the flags
