@@ -149,9 +149,9 @@ fn each_named_guest_has_a_worker_with_its_quota_and_weight() {
     assert_eq!(sessions.len(), 3, "{status:#}");
     let text = metrics(&scratch);
     for line in [
-        "vgpu_guest_graphs_total{guest=\"a\"} 1",
+        "vgpu_guest_graphs_total{guest=\"a\",engine=\"cpu\"} 1",
         "vgpu_guest_sessions{guest=\"a\"} 2",
-        "vgpu_guest_memory_quota_bytes{guest=\"b\"} 10485760",
+        "vgpu_guest_memory_quota_bytes{guest=\"b\",engine=\"cpu\"} 10485760",
         "vgpu_graph_run_seconds_count{guest=\"b\"} 1",
     ] {
         assert!(text.contains(line), "{line} is not in {text}");

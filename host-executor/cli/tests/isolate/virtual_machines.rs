@@ -115,7 +115,7 @@ fn virtual_machine_has_the_devices_of_its_guest() {
     let scratch = Scratch::new("isolate-vm-devices");
     let path = |name: &str| scratch.path().join(name).display().to_string();
     let config = format!(
-        "[engine]\nkind = \"cuda:0,1\"\n[server]\nlisten = [\"unix:{}\"]\n[control]\n\
+        "[server]\nlisten = [\"unix:{}\"]\n[control]\n\
          socket = \"{}\"\n[[guest]]\nname = \"vm1\"\ndevices = [1]\n\
          vm = {{ socket = \"{}\", window = \"64M\", silence = 0 }}\n",
         scratch.socket().display(),
@@ -123,7 +123,13 @@ fn virtual_machine_has_the_devices_of_its_guest() {
         path("vm1.sock")
     );
     fs::write(path("vgpu.toml"), config).expect("a new file");
-    let mut command = vgpu(&["serve", "--isolate", "--config", &path("vgpu.toml")]);
+    let mut command = vgpu(&[
+        "serve",
+        "--engine=cuda:0,1",
+        "--isolate",
+        "--config",
+        &path("vgpu.toml"),
+    ]);
     command
         .env(
             "LD_LIBRARY_PATH",
@@ -134,6 +140,7 @@ fn virtual_machine_has_the_devices_of_its_guest() {
         // No folder, so that the kernels are not checked at the start.
         .env("VGPU_CACHE", "/dev/null");
     let serve = Serve::of(command);
+    assert!(serve.ready.contains("vm:"), "{}", serve.ready);
     let machine = Machine::plug(&scratch.path().join("vm1.sock"));
     let mut guest = machine.connect().expect("a slot");
     let Reply::Welcome {
