@@ -47,6 +47,7 @@ pub(crate) fn discover(ggml: &Ggml) -> Result<Discovery, DiscoveryError> {
     let candidates = candidates()?;
     let (mut found, mut missing) = (Vec::new(), Vec::new());
     for candidate in candidates.endpoints {
+        let elsewhere = missing.len();
         let endpoints = match expand(&candidate) {
             Ok(endpoints) => endpoints,
             Err(reason) => {
@@ -80,7 +81,7 @@ pub(crate) fn discover(ggml: &Ggml) -> Result<Discovery, DiscoveryError> {
             }
         }
         if candidates.is_one_enough && !found.is_empty() {
-            missing.clear(); // nobody has named the other places
+            missing.drain(..elsewhere); // nobody has named the other places
             break;
         }
     }

@@ -86,12 +86,21 @@ impl Policy {
         self.devices.is_empty() || self.devices.contains(&device)
     }
 
-    /// These limits on a device: nothing is reserved where the guest may use nothing.
+    /// These limits on a device. Where the guest may use nothing, nothing is reserved beyond what it
+    /// still has from before.
     pub(crate) fn on_device(&self, device: usize) -> Policy {
         Policy {
-            memory: self.memory.filter(|_| self.permits(device)),
+            memory: match self.permits(device) {
+                true => self.memory,
+                false => Some(0),
+            },
             ..self.clone()
         }
+    }
+
+    /// The quota that is reserved on a device, in bytes.
+    pub fn quota_on(&self, device: usize) -> u64 {
+        self.on_device(device).memory.unwrap_or(0)
     }
 
     /// The largest weight.

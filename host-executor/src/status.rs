@@ -110,14 +110,13 @@ impl Status {
     ) -> impl Iterator<Item = (&EngineStatus, impl Iterator<Item = (&GuestStatus, &Usage)>)> {
         self.engines().enumerate().map(|(device, engine)| {
             let guests = self.guests.iter().filter_map(move |guest| {
-                if !guest.devices.is_empty() && !guest.devices.contains(&device) {
-                    return None;
-                }
                 let usage = match guest.by_device.is_empty() {
                     true => (device == 0).then_some(&guest.usage),
                     false => guest.by_device.get(device),
-                };
-                Some((guest, usage?))
+                }?;
+                // A guest may still have sessions on a device that was taken from it.
+                let is_own = guest.devices.is_empty() || guest.devices.contains(&device);
+                (is_own || *usage != Usage::default()).then_some((guest, usage))
             });
             (engine, guests)
         })
@@ -299,7 +298,7 @@ pub struct GuestStatus {
     pub quota: Option<u64>,
     /// Share of each device's time, relative to the other guests.
     pub weight: u32,
-    /// Number of connected programs: of sessions on the first device that the guest may use. Of a
+    /// Number of connected programs: of sessions on the device where the guest has most. Of a
     /// supervisor, the number of sessions.
     pub sessions: usize,
     /// What the programs of the guest use and have done, including programs that have disconnected,

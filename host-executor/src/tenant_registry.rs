@@ -127,11 +127,16 @@ impl Rules {
     /// # Errors
     /// [`RulesError::Device`] names the guest and the device.
     pub fn check_devices(&self, devices: usize) -> Result<(), RulesError> {
-        for guest in &self.guests {
-            let mut given = guest.policy.devices.iter();
+        let named = self
+            .guests
+            .iter()
+            .map(|guest| (&guest.name[..], &guest.policy));
+        let unnamed = self.unnamed.iter().map(|policy| ("unnamed", policy));
+        for (guest, policy) in named.chain(unnamed) {
+            let mut given = policy.devices.iter();
             if let Some(&device) = given.find(|&&device| device >= devices) {
                 return Err(RulesError::Device {
-                    guest: guest.name.clone(),
+                    guest: guest.to_owned(),
                     device,
                     devices,
                 });
@@ -408,10 +413,15 @@ impl TenantRegistry {
         tenants.clone()
     }
 
-    /// Bytes of memory of the device that has least: every quota holds on each device.
-    pub(crate) fn total(&self) -> u64 {
-        let totals = self.ledgers.iter().map(|ledger| ledger.total());
-        totals.min().unwrap_or_default()
+    /// Bytes of memory of the device that has least among `devices`, or among all if none is named:
+    /// a quota holds on each.
+    pub(crate) fn total(&self, devices: &[usize]) -> u64 {
+        let ledgers = self.ledgers.iter().enumerate();
+        let named = ledgers.filter(|(at, _)| devices.is_empty() || devices.contains(at));
+        named
+            .map(|(_, ledger)| ledger.total())
+            .min()
+            .unwrap_or_default()
     }
 
     /// Limits of each unnamed guest.
@@ -431,10 +441,11 @@ impl TenantRegistry {
         (named.collect(), &self.unnamed)
     }
 
-    /// The same of the first device, which has the name and the limits of each guest.
+    /// The same on the first device that each guest may use, which has the name and the limits of
+    /// the guest.
     pub(crate) fn first_tenants(&self) -> (Vec<Arc<Tenant>>, Arc<Tenant>) {
         let (named, unnamed) = self.tenants();
-        let first = |tenants: &GuestTenants| Arc::clone(&tenants[0]);
+        let first = |tenants: &GuestTenants| Arc::clone(on_first_device(tenants));
         (named.iter().map(first).collect(), first(unnamed))
     }
 }

@@ -107,7 +107,7 @@ fn guests_see_each_device_with_memory_of_its_own() {
     let [unnamed] = &status.guests[..] else {
         panic!("{status:?}")
     };
-    // Programs are counted on the first device, where each has a session.
+    // As many as there are sessions on one device.
     assert_eq!(unnamed.sessions, 1);
     assert_eq!(unnamed.usage.graphs, 3);
     let graphs: Vec<u64> = unnamed.by_device.iter().map(|usage| usage.graphs).collect();

@@ -154,6 +154,7 @@ struct Unnamed {
     graphs_in_flight: Option<Count>,
     links: Option<Vec<Text<LinkKind>>>,
     batch: Option<bool>,
+    devices: Option<Spanned<Vec<usize>>>,
 }
 
 #[derive(Deserialize)]
@@ -231,6 +232,7 @@ type Mistake = (Range<usize>, String);
 
 fn settings(file: File) -> Result<Settings, Mistake> {
     let defaults = Settings::default();
+    let unnamed_devices = file.unnamed.devices.map(devices_of).transpose()?;
     let unnamed = policy(
         file.unnamed.memory,
         file.unnamed.weight,
@@ -238,6 +240,10 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         file.unnamed.links,
         file.unnamed.batch,
     );
+    let unnamed = Policy {
+        devices: unnamed_devices.unwrap_or_default(),
+        ..unnamed
+    };
     let mut used = Used::default();
     let listen = endpoints_of(file.server.listen, &mut used)?;
     let mut guests: Vec<GuestSettings> = Vec::new();

@@ -127,15 +127,17 @@ impl fmt::Display for MetricsAddress {
     }
 }
 
-/// A guest is given devices by their number, and `auto` numbers them.
+/// A guest is given devices by their number, and the choice of engines numbers them.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "guest {guest:?} has `devices`, and with the engine auto a GPU that cannot be used shifts the \
-     numbers of the others: name the engines, such as kind = \"cuda:all\" or --engine cuda:0,1"
+    "{guest} has `devices`, and with the engine {engine} what is found on the host numbers them: \
+     name the engines, such as kind = \"cuda:all\" or --engine cuda:0,1"
 )]
 pub struct DeviceNumberError {
-    /// The guest.
+    /// The guest, such as `guest "a"`.
     pub guest: String,
+    /// The engine.
+    pub engine: EngineKind,
 }
 
 /// A guest that the configuration names.
@@ -272,21 +274,50 @@ impl Settings {
         self
     }
 
+    /// The devices that a named guest may use. Empty: all, or there is no such guest.
+    pub fn devices_of(&self, guest: &str) -> &[usize] {
+        let found = self.guests.iter().find(|known| known.rule.name == guest);
+        found.map_or(&[], |known| &known.rule.policy.devices)
+    }
+
     /// Checks that the number of a device says which one it is.
     ///
     /// # Errors
-    /// [`DeviceNumberError`] if a guest is given devices by their number, and `auto` chooses the
-    /// engines: a GPU that cannot be used would shift the numbers of the others.
+    /// [`DeviceNumberError`] if a guest is given devices by their number, and `auto` or `ggml`
+    /// chooses the engines: a GPU that cannot be used would shift the numbers of the others.
     pub fn check_devices(&self) -> Result<(), DeviceNumberError> {
-        let is_given = |guest: &&GuestSettings| !guest.rule.policy.devices.is_empty();
-        match self.guests.iter().find(is_given) {
-            Some(guest) if self.engines.kinds().contains(&EngineKind::Auto) => {
-                Err(DeviceNumberError {
-                    guest: guest.rule.name.clone(),
-                })
-            }
+        let kinds = self.engines.kinds().iter();
+        let mut chosen =
+            kinds.filter(|kind| matches!(kind, EngineKind::Auto | EngineKind::AnyGgml));
+        let given = { self.guests_by_name() }.find(|(_, policy)| !policy.devices.is_empty());
+        match (given, chosen.next()) {
+            (Some((guest, _)), Some(engine)) => Err(DeviceNumberError {
+                guest,
+                engine: engine.clone(),
+            }),
             _ => Ok(()),
         }
+    }
+
+    /// Whether other engines are named than in `running`, which need a restart, and a guest has
+    /// other devices, whose numbers mean the new engines.
+    pub fn renumbers_devices(&self, running: &Settings) -> bool {
+        let devices = |settings: &Settings| -> Vec<(String, Vec<usize>)> {
+            let guests = settings.guests_by_name();
+            let given = guests.filter(|(_, policy)| !policy.devices.is_empty());
+            given
+                .map(|(guest, policy)| (guest, policy.devices.clone()))
+                .collect()
+        };
+        self.engines != running.engines && devices(self) != devices(running)
+    }
+
+    /// The limits of each guest, and of unnamed ones, with a text for people.
+    fn guests_by_name(&self) -> impl Iterator<Item = (String, &Policy)> {
+        let named = self.guests.iter().map(|guest| &guest.rule);
+        let named = named.map(|rule| (format!("guest {:?}", rule.name), &rule.policy));
+        let unnamed = self.unnamed.iter();
+        named.chain(unnamed.map(|policy| ("[unnamed]".to_owned(), policy)))
     }
 
     /// Which guests are served, with which limits.

@@ -303,8 +303,15 @@ impl StatusSource for SupervisorState {
         let Snapshot {
             engines, silent, ..
         } = self.snapshot();
-        if let Some(hang) = engines.into_iter().find_map(|engine| engine.hang) {
-            return Progress::Stalled(format!("the engine hangs: {hang}"));
+        let names = &self.resources.engines;
+        let mut hanging = { engines.into_iter().zip(names) }
+            .filter_map(|(engine, name)| Some((engine.hang?, name)));
+        if let Some((hang, name)) = hanging.next() {
+            let which = match names.len() {
+                1 => String::new(),
+                _ => format!(" {name}"),
+            };
+            return Progress::Stalled(format!("the engine{which} hangs: {hang}"));
         }
         // All processes may have been stopped, and this one may be the first that runs again.
         if let Some(silent) = silent {

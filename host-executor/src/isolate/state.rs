@@ -267,7 +267,8 @@ impl SupervisorState {
         handshakes: HandshakeLimits,
         timeouts: Timeouts,
     ) -> Result<SupervisorState, RulesError> {
-        let registry = TenantRegistry::new([resources.memory.unwrap_or(u64::MAX)]);
+        let total = resources.memory.unwrap_or(u64::MAX);
+        let registry = TenantRegistry::new(resources.engines.iter().map(|_| total));
         partition.rules.check_devices(resources.engines.len())?;
         registry.apply(partition.rules.clone())?;
         let gpus = resources.engines.iter().map(|_| OnceLock::new()).collect();

@@ -143,9 +143,10 @@ impl Server {
         Ok(self.shared.registry.apply(rules)?)
     }
 
-    /// Bytes of memory of the engine that has least.
-    pub fn memory_total(&self) -> u64 {
-        self.shared.registry.total()
+    /// Bytes of memory of the engine that has least among those of `devices`, or of all if none is
+    /// named.
+    pub fn memory_total(&self, devices: &[usize]) -> u64 {
+        self.shared.registry.total(devices)
     }
 
     /// Accepts no new sessions from now on. [`Health::end_drained`] ends those that are open at

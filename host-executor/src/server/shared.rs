@@ -137,7 +137,7 @@ impl ServerState {
         drop(self.sessions());
         let _ = self.handshakes.ids();
         let _ = self.registry.tenants();
-        let _ = self.registry.total();
+        let _ = self.registry.total(&[]);
         self.devices.iter().for_each(DeviceState::probe_locks);
     }
 

@@ -48,14 +48,13 @@ impl StatusSource for ServerState {
             })
             .collect();
         let usages = shared.usages(&named, unnamed, &entries);
-        let mut counts = vec![0; usages.len()];
+        let mut counts = vec![vec![0; shared.devices.len()]; usages.len()];
         for entry in entries.values() {
-            // A program has a session on each device that it may use.
-            let first = entry.tenant.policy().devices.first().copied();
-            if entry.device == first.unwrap_or(0) {
-                counts[place_of(&named, entry)] += 1;
-            }
+            counts[place_of(&named, entry)][entry.device] += 1;
         }
+        // A program has a session on each device that it uses.
+        let counts = counts.into_iter();
+        let counts = counts.map(|counts| counts.into_iter().max().unwrap_or(0));
         drop(entries);
         let guests = named.iter().chain([unnamed]).zip(usages).zip(counts);
         let guests = guests.map(|((tenants, by_device), sessions)| {

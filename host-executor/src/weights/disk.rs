@@ -210,8 +210,12 @@ impl Disk {
     pub(super) fn put(&self, domain: Option<&str>, key: ContentKey, extent: &Weak<dyn Extent>) {
         let ContentKey { hash, len } = key;
         let name: Name = (folder_name(domain).into(), hash);
+        let is_there = || self.index().files.contains_key(&name);
+        if len > self.limit || is_there() {
+            return;
+        }
         let _adding = lock(&self.adding);
-        if len > self.limit || self.index().files.contains_key(&name) {
+        if is_there() {
             return;
         }
         self.make_room(len);

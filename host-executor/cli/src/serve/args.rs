@@ -95,8 +95,8 @@ pub(crate) struct Args {
     #[arg(long)]
     pin: bool,
 
-    /// Memory that all guests together may use, such as 512M or 8G. [default: the memory of the
-    /// machine or its control group]
+    /// Memory that all guests together may use on the cpu engine and on each backend of ggml, such as
+    /// 512M or 8G. [default: of the cpu engine, the memory of the machine or its control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
 
@@ -162,7 +162,13 @@ pub(crate) struct Args {
     pub(super) isolated_machine: bool,
 
     /// The devices of the virtual machine of a supervisor, as in its configuration
-    #[arg(long, hide = true, value_name = "DEVICE", value_delimiter = ',')]
+    #[arg(
+        long,
+        hide = true,
+        value_name = "DEVICE",
+        value_delimiter = ',',
+        requires = "supervised"
+    )]
     machine_devices: Vec<usize>,
 
     /// This is a process of a supervisor of this version: the kernel ends it before the supervisor

@@ -59,17 +59,17 @@ fn change(
 fn list(added: &AddedGuests, running: &Settings, status: &StatusHandle) -> GuestList {
     let mut configured = running.clone();
     added.remove_from(&mut configured);
-    let quotas = configured
-        .guests
-        .iter()
-        .filter_map(|guest| guest.rule.policy.memory);
-    let reserved = quotas.fold(0, u64::saturating_add);
     let snapshot = status.status();
-    let totals = snapshot.engines().map(|engine| engine.memory_total);
-    let total = totals.min().unwrap_or_default();
+    // An added guest has a quota on each device.
+    let left = snapshot.engines().enumerate().map(|(device, engine)| {
+        let guests = configured.guests.iter();
+        let quotas = guests.map(|guest| guest.rule.policy.quota_on(device));
+        let reserved = quotas.fold(0, u64::saturating_add);
+        engine.memory_total.saturating_sub(reserved)
+    });
     GuestList {
         guests: added.list(),
-        memory: total.saturating_sub(reserved),
+        memory: left.min().unwrap_or_default(),
         unavailable: unavailable(status),
     }
 }

@@ -32,6 +32,7 @@ pub(crate) use isolated::{WorkerArgs, run_worker};
 
 /// Checks what `vgpu serve` reads before it opens a socket: the log filter and the certificates.
 pub(crate) fn check(settings: &Settings) -> anyhow::Result<()> {
+    settings.check_devices()?;
     logging::check(settings)?;
     Listeners::new(settings)?.check_identities(settings)
 }

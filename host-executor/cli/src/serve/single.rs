@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use tracing::{Level, info};
 use vgpu_cpu::Threads;
 use vgpu_engine::Engine;
@@ -239,7 +239,8 @@ fn perform(
     Ok(match request {
         OperatorRequest::Set(change) => {
             let mut wanted = running.clone();
-            let said = change.apply(&mut wanted, Some(server.memory_total()))?;
+            let devices = running.devices_of(&change.guest);
+            let said = change.apply(&mut wanted, Some(server.memory_total(devices)))?;
             server
                 .apply(wanted.rules())
                 .context("the limits of the guests")?;
@@ -293,7 +294,13 @@ fn reload(
     let mut wanted = args.settings()?;
     added.add_to(&mut wanted)?;
     let late = wanted.needs_restart(running);
+    ensure!(
+        !wanted.renumbers_devices(running),
+        "engine.kind and the devices of guests have changed: both take effect together, after a \
+         restart"
+    );
     wanted.keep_until_restart(running);
+    wanted.check_devices()?;
     let filter = logging.check(&wanted)?;
     let certificates = certificates::load(&wanted)?;
     let prepared = listeners.prepare(&wanted)?;

@@ -9,6 +9,7 @@ use vgpu_executor::engine::EngineKind;
 use vgpu_executor::isolate::Partition;
 use vgpu_executor::size::shown;
 use vgpu_executor::weights::Sharing;
+use vgpu_transport::wire::MAX_DEVICES;
 
 use crate::serve::args::Args;
 
@@ -61,7 +62,8 @@ pub(super) fn check_engines(engines: &[EngineKind], memory: Option<u64>) -> anyh
     ensure!(
         divided == 0 || divided == engines.len(),
         "--isolate divides the memory of the machine among the guests, and a driver divides that \
-         of its GPU: {} have both; name engines of one kind",
+         of its GPU: the {} engines need both. Name engines of one kind, give --memory for the CPU \
+         engine beside a CPU backend of ggml, or leave --memory out for GPUs",
         engines.len()
     );
     Ok(())
@@ -93,7 +95,9 @@ pub(super) fn log_shortage(engines: &[EngineKind], partition: &Partition) -> any
         return Ok(());
     }
     let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;
-    match shortage(partition, engine.memory().free) {
+    // Each engine beside the CPU engine divides the same memory once more.
+    let left = engine.memory().free / engines.len() as u64;
+    match shortage(partition, left) {
         Some(Shortage::OfNamed(text)) => warn!("{text}"),
         Some(Shortage::OfAll(text)) => info!("{text}"),
         None => {}
@@ -167,13 +171,17 @@ pub(super) fn partition(
     const NEEDED: &str =
         "--isolate needs --guest-memory, such as --guest-memory 4G: processes cannot share memory";
     ensure!(args.guest_memory != Some(0), NEEDED);
-    let mut promised = 0u64;
     for (rule, guest) in rules.guests.iter_mut().zip(&settings.guests) {
         let part = part(args, guest)
             .with_context(|| format!("{NEEDED}. Guest {:?} has no memory setting", rule.name))?;
         rule.policy.memory = Some(part);
-        promised = promised.saturating_add(part);
     }
+    // On the device where it is most.
+    let promised = (0..MAX_DEVICES as usize).map(|device| {
+        let parts = rules.guests.iter().map(|rule| rule.policy.quota_on(device));
+        parts.fold(0, u64::saturating_add)
+    });
+    let promised = promised.max().unwrap_or(0);
     ensure!(
         settings.overcommit || promised <= all,
         "the named guests have {promised} bytes of memory in all, {all} are available: make their \

@@ -82,6 +82,8 @@ pub(crate) fn run(
             // worker exchange messages of one version.
             let mut command = Command::new(OWN_PROGRAM);
             command.arg0(&own).arg("serve-guest").args(&common);
+            // A worker has nothing to say to the service manager of its supervisor.
+            command.env_remove("NOTIFY_SOCKET");
             command.arg(format!("--supervisor={VERSION}"));
             command.args(memory.map(|bytes| format!("--memory={bytes}")));
             command
@@ -248,7 +250,14 @@ fn perform(
             );
             // Without a size of its own, the memory is that of the workers' device, once one runs.
             let status = || supervisor.status_handle().status();
-            let device = || status().engines().map(|engine| engine.memory_total).min();
+            let devices = running.devices_of(&change.guest);
+            let is_own = |device: &usize| devices.is_empty() || devices.contains(device);
+            let device = || {
+                let status = status();
+                let engines = status.engines().enumerate();
+                let own = engines.filter(|(device, _)| is_own(device));
+                own.map(|(_, engine)| engine.memory_total).min()
+            };
             let total = memory.or_else(|| device().filter(|&total| total > 0));
             let mut wanted = running.clone();
             let said = change.apply(&mut wanted, total)?;
@@ -293,7 +302,13 @@ fn reload(
     if machines(args, &wanted) != machines(args, running) {
         late.push("virtual machines");
     }
+    ensure!(
+        !wanted.renumbers_devices(running),
+        "engine.kind and the devices of guests have changed: both take effect together, after a \
+         restart"
+    );
     wanted.keep_until_restart(running);
+    wanted.check_devices()?;
     partition::check(&wanted)?;
     let partition = partition::partition(args, &wanted, *memory)?;
     let filter = logging.check(&wanted)?;
