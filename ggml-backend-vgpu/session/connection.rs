@@ -19,6 +19,9 @@ use crate::graph_cache::{GraphUpload, Known};
 use crate::stats::{Copied, Sent, Stats, SubmittedGraph, Traffic};
 use crate::waits::{WaitStage, Waits};
 
+/// Messages that are received from a link that is closed, in search of the reason.
+const LAST_MESSAGES: usize = 4096;
+
 /// The most bytes of all pending reads together. The executor must be able to put all answers into
 /// the ring: otherwise it would wait for a program that is busy elsewhere.
 const MAX_PENDING_READS: usize = 2 << 20;
@@ -404,23 +407,37 @@ impl Connection {
         // as done.
         let done = self.end.retired();
         self.receive_reads_before(done.saturating_add(1))?;
-        loop {
-            self.message.clear();
-            if !self.end.try_receive(&mut self.message)? {
-                self.submissions
-                    .retain(|submission| submission.request > done);
-                return Ok(());
-            }
-            let reply = Reply::decode(self.protocol, &self.message)?;
-            self.on_async_reply(reply)?;
+        while self.receive_arrived()? {}
+        self.submissions
+            .retain(|submission| submission.request > done);
+        Ok(())
+    }
+
+    /// Receives a message that answers no request, if one has arrived. Returns whether there was
+    /// one.
+    fn receive_arrived(&mut self) -> Result<bool, SessionError> {
+        self.message.clear();
+        if !self.end.try_receive(&mut self.message)? {
+            return Ok(false);
         }
+        let reply = Reply::decode(self.protocol, &self.message)?;
+        self.on_async_reply(reply)?;
+        Ok(true)
     }
 
     /// Why the executor has ended the session, if it has sent that before the link was closed: a
     /// request that finds the link closed has not received the message. Waits for nothing, because
-    /// the link is closed.
+    /// the link is closed, and looks at [`LAST_MESSAGES`] at most: a hostile executor may close the
+    /// link and send on.
     pub(super) fn reason_of_end(&mut self) -> Option<LossReason> {
-        match self.receive_reads().and_then(|()| self.drain()) {
+        let mut outcome = self.receive_reads().map(|()| true);
+        for _ in 0..LAST_MESSAGES {
+            match outcome {
+                Ok(true) => outcome = self.receive_arrived(),
+                _ => break,
+            }
+        }
+        match outcome {
             Err(SessionError::Lost(reason @ LossReason::Ended(_))) => Some(reason),
             _ => None,
         }

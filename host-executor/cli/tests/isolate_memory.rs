@@ -39,6 +39,10 @@ impl MemoryGroup {
             fs::create_dir(&group.folder).ok()?;
             // The file exists if the hierarchy counts memory. A hierarchy on a temporary file
             // system takes any file.
+            // Otherwise the kernel swaps where it should kill.
+            for (file, value) in [("memory.swap.max", "0"), ("memory.swappiness", "0")] {
+                let _ = fs::write(group.folder.join(file), value);
+            }
             let has_limit = group.folder.join(limit).exists() && group.set_limit(bytes);
             has_limit.then_some(group)
         })

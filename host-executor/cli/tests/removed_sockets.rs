@@ -105,6 +105,12 @@ fn removed_sockets_are_bound_again_and_sessions_stay() {
             fs::remove_file(file).expect("it is there");
         }
         all.iter().for_each(|file| wait_for_file(file));
+        // The permissions follow the file.
+        let start = Instant::now();
+        while UnixStream::connect(&socket).is_err() || UnixStream::connect(&control).is_err() {
+            assert!(start.elapsed() < TIMEOUT, "nobody listens there again");
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let mode = |file: &Path| {
             fs::metadata(file)
                 .expect("it is there")

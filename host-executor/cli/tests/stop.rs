@@ -5,9 +5,9 @@ mod common;
 mod served;
 
 use std::fs;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use common::Build;
+use common::{Build, TIMEOUT};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::{BufferId, Graph, Op, PoolKind, Precision, Shape, Type};
@@ -91,8 +91,13 @@ fn ends_while_it_runs(test: &str, endless: fn([BufferId; 3]) -> Graph) {
     serve.signal(Signal::TERM);
     assert_eq!(guest.ended(), "the host is shutting down");
     // The process has ended, and its parent has not taken its status: its times are still there.
-    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-    waitid(WaitId::Pid(Pid::from_child(&serve.child)), options).expect("a child");
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+    let start = Instant::now();
+    let ended = || waitid(WaitId::Pid(Pid::from_child(&serve.child)), options);
+    while ended().expect("a child").is_none() {
+        assert!(start.elapsed() < TIMEOUT, "vgpu serve does not end");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let used = processor_time(&serve) - before;
     let (status, log) = serve.wait();
     println!("{test}: vgpu serve has used {used:?} after SIGTERM");

@@ -265,7 +265,12 @@ impl Region {
         // the guard pages of a mapping that this function has made, and of which nobody has
         // another pointer or reference. The file takes their place.
         let mapped = unsafe { libc::mmap(at.cast(), len, access, flags, file.as_raw_fd(), 0) };
-        (mapped == at.cast()).then(|| Region::new(mapping.into(), start, len))
+        if mapped != at.cast() {
+            // The kernel may have removed the pages already, and another mapping may be there now.
+            std::mem::forget(mapping);
+            return None;
+        }
+        Some(Region::new(mapping.into(), start, len))
     }
 
     fn new(mapping: MmapRaw, start: usize, len: usize) -> Region {

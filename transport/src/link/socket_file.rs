@@ -1,7 +1,7 @@
 //! Listening sockets at a path of the file system, and their files.
 #![forbid(unsafe_code)]
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FileType, Gid, Mode};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -235,13 +235,34 @@ pub(super) fn bind(
     drop(files);
     // No client can connect between `bind` and `listen`, so the file never has other permissions
     // while the socket accepts connections.
+    // By descriptor: whoever may write the folder could put a link in the place of the socket.
+    let opened = open_socket_file(path, file.file).map_err(at("opening the socket"))?;
     if group.is_some() {
-        rustix::fs::chown(path, None, group).map_err(at("setting the group of the socket"))?;
+        rustix::fs::chownat(&opened, "", None, group, AtFlags::EMPTY_PATH)
+            .map_err(at("setting the group of the socket"))?;
     }
-    rustix::fs::chmod(path, Mode::from_raw_mode(mode))
-        .map_err(at("setting the permissions of the socket"))?;
+    rustix::fs::chmod(
+        format!("/proc/self/fd/{}", opened.as_raw_fd()),
+        Mode::from_raw_mode(mode),
+    )
+    .map_err(at("setting the permissions of the socket"))?;
     rustix::net::listen(&socket, BACKLOG).map_err(at("listening"))?;
     Ok((socket, file))
+}
+
+/// The file at `path` without access to what it stands for, if it still is `file`.
+///
+/// # Errors
+///
+/// That of the system call, and [`Errno::STALE`] if another file is there now.
+fn open_socket_file(path: &Path, file: (u64, u64)) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(path, flags, Mode::empty())?;
+    let found = rustix::fs::fstat(&opened)?;
+    match (found.st_dev, found.st_ino) == file {
+        true => Ok(opened),
+        false => Err(Errno::STALE),
+    }
 }
 
 /// Removes a socket file of type `kind` on which no process listens, if there is one.

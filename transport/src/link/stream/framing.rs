@@ -23,6 +23,9 @@ const HEADER: usize = 24;
 /// The size of one read, in bytes.
 const CHUNK: usize = 256 << 10;
 
+/// Reads of the channel after a write has failed: as much as the peer may have queued.
+const LAST_READS: usize = 64;
+
 /// The size of received frames that the host's end has not consumed, in bytes, from which on it
 /// leaves further bytes in the kernel's buffer. One read more and one incomplete frame can be there
 /// besides.
@@ -304,18 +307,27 @@ impl Framing {
     }
 
     /// The link fails because of a write. What the peer has sent before it closed the stream, such
-    /// as the reason, is received first.
+    /// as the reason, is received first: a limited part, since a peer that only reads no more can
+    /// send without an end, and the thread may be that of all heartbeats.
     fn cannot_write(&mut self, error: &io::Error) -> LinkError {
-        match self.pull_in() {
+        match self.pull_in_at_most(LAST_READS) {
             Ok(()) => self.broken(error),
             Err(first) => first,
         }
     }
 
     fn pull_in(&mut self) -> Result<(), LinkError> {
+        self.pull_in_at_most(usize::MAX)
+    }
+
+    /// Receives what has arrived, with at most `reads` reads of the channel.
+    fn pull_in_at_most(&mut self, reads: usize) -> Result<(), LinkError> {
         self.check()?;
-        // The limits leave further bytes in the kernel's buffer, and so apply backpressure.
-        while self.received < self.side.max_received() {
+        for _ in 0..reads {
+            // The limits leave further bytes in the kernel's buffer, and so apply backpressure.
+            if self.received >= self.side.max_received() {
+                break;
+            }
             let mut chunk = std::mem::take(&mut self.chunk);
             let got = self.channel.read(&mut chunk);
             let outcome = match got {

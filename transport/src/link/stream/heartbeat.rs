@@ -78,10 +78,15 @@ fn beat(framing: &SharedFraming) -> bool {
 mod tests {
     use std::io::Read as _;
     use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::{Duration, Instant};
 
     use super::super::channel::Plain;
     use super::*;
     use crate::link::side::Side;
+
+    /// A timeout, not a measure of speed.
+    const HANG: Duration = Duration::from_secs(60);
 
     fn link() -> (SharedFraming, UnixStream) {
         let (near, far) = UnixStream::pair().unwrap();
@@ -122,5 +127,32 @@ mod tests {
             let mut frame = [0; 24];
             { far }.read_exact(&mut frame).unwrap();
         }
+    }
+
+    /// The thread of all heartbeats finds that a peer reads no more, and receives what the peer has
+    /// sent, which may have no end.
+    #[test]
+    fn peer_that_reads_no_more_and_sends_on_keeps_no_thread() {
+        let (flooded, far) = link();
+        far.shutdown(std::net::Shutdown::Read).unwrap();
+        far.set_nonblocking(true).unwrap();
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let flood = scope.spawn(|| {
+                let mut peer = Framing::new(Box::new(Plain::new(far)), Side::Guest);
+                let start = Instant::now();
+                while !is_over.load(Ordering::Relaxed) && start.elapsed() < HANG {
+                    if peer.unsent() == 0 {
+                        peer.push(FrameKind::Heartbeat, 0, &[], 0, |_| {});
+                    }
+                    let _ = peer.push_out();
+                }
+                start.elapsed() < HANG
+            });
+            // Until the peer's bytes arrive, the write alone fails.
+            while beat(&flooded) {}
+            is_over.store(true, Ordering::Relaxed);
+            assert!(flood.join().unwrap(), "the flood had to end first");
+        });
     }
 }
