@@ -241,16 +241,20 @@ fn quotas_and_reservations_hold_on_each_device() {
         assert_eq!(others, SIZES[device as usize] - (8 << 20));
         programs.push(guest);
     }
-    // A guest reserves nothing on a device that it may not use.
+    // A guest reserves nothing on a device that it may not use, but what it has there, and gets no
+    // more.
     let large = Policy {
         devices: vec![0, 1],
         ..quota(17 << 20)
     };
-    host.server
-        .apply(rules(vec![guest_rule("a", 1, large)]))
-        .expect("both devices have more");
-    assert_eq!(program(&host, 9, 2).1, SIZES[2]);
+    let limited = rules(vec![guest_rule("a", 1, large)]);
+    host.server.apply(limited).expect("both devices have more");
+    assert_eq!(program(&host, 9, 2).1, SIZES[2] - (8 << 20));
     assert_eq!(program(&host, 9, 1).1, SIZES[1] - (17 << 20));
+    assert!(programs[2].refusal(1).contains("0 of 0 free"));
+    drop(programs);
+    host.wait_until_empty();
+    assert_eq!(program(&host, 9, 2).1, SIZES[2]);
     host.server
         .apply(rules(vec![guest_rule("a", 1, quota(8 << 20))]))
         .expect("as before");

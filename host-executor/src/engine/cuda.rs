@@ -95,7 +95,7 @@ pub(super) fn start(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
     start_with(ordinal, launch_policy())
 }
 
-/// The same engine as for [`EngineKind::Cuda`](super::EngineKind::Cuda), with a CUDA graph for each
+/// The same engine as for [`EngineKind::Cuda`], with a CUDA graph for each
 /// plan that runs a second time, however small it is.
 ///
 /// # Errors
