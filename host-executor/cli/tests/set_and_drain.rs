@@ -178,7 +178,7 @@ fn a_drain_refuses_new_programs_and_lets_open_ones_go_on() {
     assert!(head.starts_with("HTTP/1.1 200"), "{head}");
     let (_, metrics) = get(&site, "/metrics");
     for line in [
-        "vgpu_draining{} 1.0\n",
+        "vgpu_draining 1.0\n",
         "vgpu_session_ended_total{reason=\"draining\"} 1\n",
     ] {
         assert!(metrics.contains(line), "{line} is not in {metrics}");
