@@ -86,8 +86,8 @@ impl Policy {
         self.devices.is_empty() || self.devices.contains(&device)
     }
 
-    /// These limits on a device. Where the guest may use nothing, nothing is reserved beyond what it
-    /// still has from before.
+    /// These limits on a device. Where the guest may use nothing, nothing is reserved beyond what
+    /// it still has from before.
     pub(crate) fn on_device(&self, device: usize) -> Policy {
         Policy {
             memory: match self.permits(device) {

@@ -145,8 +145,8 @@ impl Rules {
         Ok(())
     }
 
-    /// Checks that the engine of a device, which has `total` bytes of memory, can keep the quotas of
-    /// the guests that may use the device.
+    /// Checks that the engine of a device, which has `total` bytes of memory, can keep the quotas
+    /// of the guests that may use the device.
     ///
     /// # Errors
     /// [`QuotaError`] if the quotas exceed the memory and overcommitment is not allowed.

@@ -272,7 +272,7 @@ fn executor_uses_a_gpu_when_one_is_present() {
     );
     let text = fails(&mut vgpu(&["serve", "--engine", "abacus"]));
     assert!(
-        text.contains("expected cpu, cuda, cuda:N, ggml, ggml:PATH, ggml:PATH:DEVICE or auto"),
+        text.contains("expected cpu, cuda, cuda:N, cuda:N,M, cuda:all, ggml, ggml:PATH,"),
         "{text}"
     );
 

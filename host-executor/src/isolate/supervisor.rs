@@ -111,8 +111,8 @@ impl Supervisor {
     /// Applies a partition, and gives each worker its new limits and its new weight.
     ///
     /// # Errors
-    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is not:
-    /// nothing has changed.
+    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is
+    /// not: nothing has changed.
     pub fn apply(&self, partition: Partition) -> Result<(), RulesError> {
         let mut processes = self.shared.processes();
         let devices = self.shared.resources.engines.len();

@@ -95,8 +95,8 @@ pub(crate) struct Args {
     #[arg(long)]
     pin: bool,
 
-    /// Memory that all guests together may use on the cpu engine and on each backend of ggml, such as
-    /// 512M or 8G. [default: of the cpu engine, the memory of the machine or its control group]
+    /// Memory that all guests together may use on the cpu engine and on each backend of ggml, such
+    /// as 512M or 8G. [default: of the cpu engine, the memory of the machine or its control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
 

@@ -202,7 +202,8 @@ pub(super) fn start_engines(
     let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
     for kind in kinds {
         let starting = StartWatch::begin(limit).context("no thread")?;
-        if let Some(limit) = limit {
+        // The CPU engine takes no time.
+        if let Some(limit) = limit.filter(|_| *kind != EngineKind::Cpu) {
             service::extend_start(limit);
         }
         let engine = engine::start(kind, threads, memory)?;

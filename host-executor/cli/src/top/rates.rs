@@ -35,8 +35,8 @@ impl Rates {
     }
 }
 
-/// The part of its time that each engine has executed graphs, by device. Zero if no time has passed,
-/// or the executor has been restarted.
+/// The part of its time that each engine has executed graphs, by device. Zero if no time has
+/// passed, or the executor has been restarted.
 pub(super) fn busy(before: &Status, after: &Status) -> Vec<f64> {
     let seconds = after.uptime - before.uptime;
     let executed = |status: &Status| -> Vec<f64> {
