@@ -59,6 +59,11 @@ impl FromStr for LinkKind {
     }
 }
 
+/// Whether a guest with this list of devices may use `device`: an empty list is all devices.
+pub(crate) fn permits(devices: &[usize], device: usize) -> bool {
+    devices.is_empty() || devices.contains(&device)
+}
+
 /// Limits of a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
@@ -83,7 +88,7 @@ pub struct Policy {
 impl Policy {
     /// Whether the guest may use this device.
     pub fn permits(&self, device: usize) -> bool {
-        self.devices.is_empty() || self.devices.contains(&device)
+        permits(&self.devices, device)
     }
 
     /// These limits on a device. Where the guest may use nothing, nothing is reserved beyond what

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::histogram::{Distribution, add_seconds};
+use crate::policy::permits;
 use crate::session::END_KINDS;
 use crate::stats::{Failures, Stats};
 
@@ -85,9 +86,8 @@ impl Status {
     /// Bytes of memory that a guest can have on all of its devices: its quota on each, or what they
     /// have.
     pub fn memory_for(&self, guest: &GuestStatus) -> u64 {
-        let permitted = |device: &usize| guest.devices.is_empty() || guest.devices.contains(device);
         let engines = self.engines().enumerate();
-        let own = engines.filter(|(device, _)| permitted(device));
+        let own = engines.filter(|&(device, _)| permits(&guest.devices, device));
         own.map(|(_, engine)| guest.quota.unwrap_or(engine.memory_total))
             .fold(0, u64::saturating_add)
     }
@@ -115,7 +115,7 @@ impl Status {
                     false => guest.by_device.get(device),
                 }?;
                 // A guest may still have sessions on a device that was taken from it.
-                let is_own = guest.devices.is_empty() || guest.devices.contains(&device);
+                let is_own = permits(&guest.devices, device);
                 (is_own || *usage != Usage::default()).then_some((guest, usage))
             });
             (engine, guests)

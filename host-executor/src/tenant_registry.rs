@@ -11,7 +11,7 @@ use crate::identity::{CertificateRule, Identity};
 use crate::ledger::Ledger;
 use crate::lock::{Rank, RankedMutex};
 use crate::peer::Peer;
-use crate::policy::{LinkKind, Policy};
+use crate::policy::{LinkKind, Policy, permits};
 use crate::sched::TenantId;
 use crate::tenant::{LatencyHistograms, Tenant, new_tenant_id};
 
@@ -417,7 +417,7 @@ impl TenantRegistry {
     /// a quota holds on each.
     pub(crate) fn total(&self, devices: &[usize]) -> u64 {
         let ledgers = self.ledgers.iter().enumerate();
-        let named = ledgers.filter(|(at, _)| devices.is_empty() || devices.contains(at));
+        let named = ledgers.filter(|&(device, _)| permits(devices, device));
         named
             .map(|(_, ledger)| ledger.total())
             .min()

@@ -87,13 +87,14 @@ pub fn select(
             }
             EngineKind::AllCuda => engines.extend(cuda_engines(&listed(kind, probe)?)),
             EngineKind::AllGgml(path) => {
-                let gpus = gpus_of_ggml(path, &listed(kind, probe)?);
+                let devices = listed(kind, probe)?;
+                let gpus = gpus_of_ggml(&devices);
                 if gpus.is_empty() {
                     let reason = ProbeError::Refused("it has no GPU".to_owned());
                     let engine = kind.clone();
                     return Err(StartError::All { engine, reason });
                 }
-                engines.extend(gpus);
+                engines.extend(gpus.into_iter().map(|gpu| ggml_engine(path, gpu)));
             }
             named => engines.push(named.clone()),
         }
@@ -130,21 +131,23 @@ fn cuda_engines(listed: &[ProbedDevice]) -> impl Iterator<Item = EngineKind> {
         .map(|(ordinal, _)| EngineKind::Cuda(ordinal))
 }
 
-/// The engines of the GPUs of a backend: those with memory of their own, or else the first one that
+/// The GPUs of a backend: those with memory of their own, or else the first one that
 /// uses the memory of the host.
-fn gpus_of_ggml(path: &Path, devices: &[ProbedDevice]) -> Vec<EngineKind> {
+fn gpus_of_ggml(devices: &[ProbedDevice]) -> Vec<&ProbedDevice> {
     let of_kind = |kind| devices.iter().filter(move |device| device.kind == kind);
     let mut gpus: Vec<&ProbedDevice> = of_kind(ProbedKind::Gpu).collect();
     if gpus.is_empty() {
         gpus.extend(of_kind(ProbedKind::IntegratedGpu).next());
     }
-    let gpus = gpus.into_iter().map(|gpu| {
-        EngineKind::Ggml(GgmlBackend {
-            path: path.to_owned(),
-            device: Some(gpu.name.clone()),
-        })
-    });
-    gpus.collect()
+    gpus
+}
+
+/// The engine over a device of a backend.
+fn ggml_engine(path: &Path, device: &ProbedDevice) -> EngineKind {
+    EngineKind::Ggml(GgmlBackend {
+        path: path.to_owned(),
+        device: Some(device.name.clone()),
+    })
 }
 
 /// The CUDA engine on each GPU where it starts, with a text about the first one where it does not.
@@ -270,24 +273,18 @@ fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<Vec<EngineKind>, Start
                 continue;
             }
         };
-        let gpus = gpus_of_ggml(path, &devices);
+        let gpus = gpus_of_ggml(&devices);
         if gpus.is_empty() {
             refuse(path, &format!("no GPU among its {} devices", devices.len()));
             continue;
         }
-        for device in &devices {
-            let engine = EngineKind::Ggml(GgmlBackend {
-                path: path.clone(),
-                device: Some(device.name.clone()),
-            });
-            if gpus.contains(&engine) {
-                info!(
-                    "the backend of ggml {} is taken: device {} ({})",
-                    path.display(),
-                    device.name,
-                    device.description
-                );
-            }
+        for gpu in &gpus {
+            info!(
+                "the backend of ggml {} is taken: device {} ({})",
+                path.display(),
+                gpu.name,
+                gpu.description
+            );
         }
         for path in &search.backends[at + 1..] {
             info!(
@@ -295,7 +292,7 @@ fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<Vec<EngineKind>, Start
                 path.display()
             );
         }
-        return Ok(gpus);
+        return Ok(gpus.into_iter().map(|gpu| ggml_engine(path, gpu)).collect());
     }
     Err(StartError::NoBackend {
         places: search.places.clone(),
