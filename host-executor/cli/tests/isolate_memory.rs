@@ -255,6 +255,66 @@ fn the_kernel_ends_only_the_worker_that_writes_to_memory_that_is_gone() {
     assert_eq!(killed, 1, "{log}");
 }
 
+/// Two workers whose parts are together more than the machine has left: what the first may still
+/// use is not given to the second, although nobody has allocated any of it.
+#[test]
+fn memory_is_not_promised_to_two_workers() {
+    let meminfo = fs::read_to_string("/proc/meminfo").expect("a kernel with meminfo");
+    let available = { meminfo.lines() }
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok())
+        .expect("a number")
+        << 10;
+    let scratch = Scratch::new("promised");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let (part, all) = (available / 4 * 3, available / 2 * 3);
+    let serve = Serve::of(vgpu(&[
+        "serve",
+        "--listen",
+        &endpoint,
+        "--threads",
+        "1",
+        "--isolate",
+        &format!("--guest-memory={part}"),
+        &format!("--memory={all}"),
+    ]));
+    let (mut first, _) = guest(&serve, &scratch);
+    compute_once(&mut first);
+    let (mut second, _) = guest(&serve, &scratch);
+    compute_once(&mut second);
+    // The machine has this, and not beside what the first may still use.
+    let buffer = second.new_buffer();
+    let size = available / 2;
+    second.send(&Request::Alloc { buffer, size });
+    let reason = match second.receive().0 {
+        Reply::Refused { reason, .. } => reason,
+        other => panic!("{other:?}"),
+    };
+    println!("{reason}");
+    // When the first has ended, the quota of the second grows.
+    drop(first);
+    let start = Instant::now();
+    loop {
+        let buffer = second.new_buffer();
+        second.send(&Request::Alloc { buffer, size });
+        match second.receive().0 {
+            Reply::Refused { reason, .. } => assert!(start.elapsed() < TIMEOUT, "{reason}"),
+            Reply::Done { .. } => break,
+            other => panic!("{other:?}"),
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    drop(second);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert!(status.success(), "{log}");
+    assert!(
+        log.contains("of memory until the machine has more"),
+        "{log}"
+    );
+    assert!(log.contains("of memory now"), "{log}");
+}
+
 /// With `MemoryMax=`, systemd would stop the whole service when the kernel has ended one of its
 /// processes, unless the unit says otherwise.
 #[test]

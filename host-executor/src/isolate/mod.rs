@@ -16,7 +16,8 @@
 //!
 //! Processes cannot share a device turn by turn. Each guest therefore has a part of the memory, and
 //! the kernel's scheduler divides processor time: weights become nice levels (`partition`,
-//! `weights`).
+//! `weights`). Where the machine has less memory than the parts, the guests whose workers start
+//! first get theirs (`machine_memory`).
 
 mod admission;
 mod aggregate;
@@ -26,6 +27,7 @@ mod dump;
 mod ipc;
 mod kill;
 mod log_pipe;
+mod machine_memory;
 mod partition;
 mod printable;
 mod process;

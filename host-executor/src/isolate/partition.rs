@@ -1,6 +1,7 @@
 //! How memory and processor time are divided among the workers.
 #![forbid(unsafe_code)]
 
+use crate::policy::Policy;
 use crate::tenant_registry::{GuestRule, Rules};
 
 /// What is divided.
@@ -44,16 +45,18 @@ impl Partition {
         })
     }
 
+    /// The limits of a guest. `None`: the configuration names no such guest.
+    pub(super) fn policy(&self, guest: Option<&str>) -> Option<&Policy> {
+        let Some(name) = guest else {
+            return self.rules.unnamed.as_ref();
+        };
+        let rule = self.rules.guests.iter().find(|rule| rule.name == name)?;
+        Some(&rule.policy)
+    }
+
     fn policy_weight(&self, guest: Option<&str>) -> u32 {
-        let named = |name: &str| self.rules.guests.iter().find(|rule| rule.name == name);
-        match guest.and_then(named) {
-            Some(rule) => rule.policy.weight,
-            None => self
-                .rules
-                .unnamed
-                .as_ref()
-                .map_or(1, |policy| policy.weight),
-        }
+        let policy = self.policy(guest).or(self.rules.unnamed.as_ref());
+        policy.map_or(1, |policy| policy.weight)
     }
 
     /// The nice level of each of the processes of a guest that has so many at once: together they

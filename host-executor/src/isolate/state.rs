@@ -36,6 +36,9 @@ use crate::tenant_registry::{RulesError, TenantRegistry};
 /// an origin cannot fill the workers with programs that never complete their handshakes.
 const MAX_WORKER_HANDSHAKES: usize = 4;
 
+/// Returns the bytes that the machine has left.
+pub(super) type MachineMemory = Box<dyn Fn() -> u64 + Send + Sync>;
+
 /// Makes the command of a worker whose engine has so many bytes of memory. The supervisor adds the
 /// socket and a number.
 pub type MakeCommand = Box<dyn Fn(Option<u64>) -> process::Command + Send + Sync>;
@@ -80,6 +83,8 @@ pub(super) struct SupervisorState {
     pub(super) timeouts: Timeouts,
     /// For the first report of a worker, whose engine starts before. Unset: no limit.
     pub(super) start_limit: OnceLock<Duration>,
+    /// Unset: the memory of the machine is not divided.
+    pub(super) machine_memory: OnceLock<MachineMemory>,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
     /// What the driver says of the GPU of the engines of each device.
@@ -133,6 +138,9 @@ pub(super) struct Worker {
     pub(super) source: Option<String>,
     /// The most processes that the guest has had at once while this one runs.
     pub(super) siblings: u32,
+    /// The guest's quota on each of its devices, in bytes: its part, or less if the machine has
+    /// less (`machine_memory`). `None`: without a limit.
+    pub(super) memory: Option<u64>,
     /// Whether the worker only tells a guest why it is rejected.
     pub(super) is_rejection: bool,
     /// Programs that the worker has been given and has not reported as ended.
@@ -239,6 +247,11 @@ impl VmAnswers {
         }
     }
 
+    /// The number of the process that has answered last.
+    pub(super) fn executor(&self) -> Option<u32> {
+        u32::try_from(self.executor?).ok()
+    }
+
     /// How long an executor that has answered before has left a question without an answer.
     pub(super) fn silent(&self) -> Option<Duration> {
         Some(self.unanswered.as_ref()?.since.elapsed())
@@ -275,6 +288,7 @@ impl SupervisorState {
         Ok(SupervisorState {
             timeouts,
             start_limit: OnceLock::new(),
+            machine_memory: OnceLock::new(),
             command,
             resources,
             gpus,
@@ -344,6 +358,7 @@ impl Worker {
             guest,
             source: None,
             siblings: 1,
+            memory: None,
             is_rejection,
             sessions: BTreeMap::new(),
             given: 0,

@@ -15,7 +15,7 @@ use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
 use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts};
 use super::vm_process::{StartVmError, StartingVm};
-use super::{admission, certificates, ipc, vm_process, weights};
+use super::{admission, certificates, ipc, machine_memory, vm_process, weights};
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
 #[cfg(feature = "cuda")]
@@ -119,17 +119,7 @@ impl Supervisor {
         partition.rules.check_devices(devices)?;
         self.shared.registry.apply(partition.rules.clone())?;
         processes.partition = partition;
-        for worker in processes.workers.values().filter(|w| !w.is_closing) {
-            let Some(rules) = processes.partition.rules_of(worker.guest.as_deref()) else {
-                continue; // The configuration names the guest no longer. Its programs stay.
-            };
-            if let Err(error) = worker.send(&ipc::Command::Rules(rules), None) {
-                warn!(
-                    guest = worker.guest,
-                    "the worker cannot be sent its limits: {error}"
-                );
-            }
-        }
+        machine_memory::apply(&self.shared, &mut processes);
         weights::apply(&mut processes);
         Ok(())
     }
@@ -168,6 +158,13 @@ impl Supervisor {
         let file = certificates::pack(files)?;
         self.shared.processes().set_certificates(file);
         Ok(())
+    }
+
+    /// Gives workers quotas that the machine can hold together, unless the parts of the guests may
+    /// exceed the memory. `left` returns the bytes that the machine has left. Later calls have no
+    /// effect.
+    pub fn divide_machine_memory(&self, left: impl Fn() -> u64 + Send + Sync + 'static) {
+        let _ = self.shared.machine_memory.set(Box::new(left));
     }
 
     /// Kills workers that do not report within `limit` of their start. The first limit stays.
@@ -359,6 +356,11 @@ impl SupervisorHealth {
         for left_out in logs.into_iter().flat_map(|log| log.left_out(now)) {
             warn!("{left_out}");
         }
+    }
+
+    /// Lets quotas grow that the machine could not hold when their workers started.
+    pub fn grow_quotas(&self) {
+        machine_memory::grow_and_tell(&self.0, &mut self.0.processes());
     }
 
     /// Asks the processes of virtual machines that do not know whether the supervisor drains: those

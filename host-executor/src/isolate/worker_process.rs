@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use tracing::{error, info};
 
-use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, WorkerReport};
+use super::ipc::{IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, WorkerReport};
 use super::log_pipe::LogPipe;
+use super::machine_memory;
 use super::process::{ExitReason, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
 use super::state::{Processes, SupervisorState, UnassignedProgram, Worker};
@@ -37,9 +38,8 @@ pub(super) fn start(
         _ => None,
     };
     let memory = memory.or(shared.resources.memory);
-    if let Some(rules) = processes.partition.rules_of(guest) {
-        worker.send(&Command::Rules(rules), None)?;
-    }
+    machine_memory::add(shared, processes, &mut worker);
+    machine_memory::tell(&processes.partition, &worker)?;
     worker.give(session, program, rejection, processes.certificates.as_ref())?;
     weights::add(processes, &mut worker);
     let nice = worker.nice;

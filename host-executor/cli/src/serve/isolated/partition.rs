@@ -86,17 +86,23 @@ pub(super) fn memory(settings: &Settings, engines: &[EngineKind]) -> anyhow::Res
     })
 }
 
+/// Returns the bytes that the machine or its control group has left.
+///
+/// # Errors
+/// The CPU engine cannot be made.
+pub(super) fn machine_memory() -> anyhow::Result<impl Fn() -> u64 + Send + Sync + 'static> {
+    let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;
+    Ok(move || engine.memory().free)
+}
+
 /// Says in the log if the parts of the guests are more than the machine or its control group has
-/// left now. Each worker compares its allocations with what is left then, and does not know what
-/// other workers have allocated and not touched: only parts that fit together cannot be promised
-/// twice.
+/// left now: the guests that come last will get less than their parts.
 pub(super) fn log_shortage(engines: &[EngineKind], partition: &Partition) -> anyhow::Result<()> {
     if !engines.contains(&EngineKind::Cpu) {
         return Ok(());
     }
-    let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;
     // Each engine beside the CPU engine divides the same memory once more.
-    let left = engine.memory().free / engines.len() as u64;
+    let left = machine_memory()?() / engines.len() as u64;
     match shortage(partition, left) {
         Some(Shortage::OfNamed(text)) => warn!("{text}"),
         Some(Shortage::OfAll(text)) => info!("{text}"),
@@ -127,9 +133,8 @@ fn shortage(partition: &Partition, left: u64) -> Option<Shortage> {
     let all = named.saturating_add(each.unwrap_or(0).saturating_mul(places));
     let text = |who: &str, sum| {
         format!(
-            "the parts of {who} are {} in all, and the machine has {} left now: if they use more \
-             than is left, the kernel ends one of their processes. Smaller parts or a smaller \
-             --memory prevent that",
+            "the parts of {who} are {} in all, and the machine has {} left now: guests that come \
+             when the memory is given away get less than their parts",
             shown(sum),
             shown(left)
         )

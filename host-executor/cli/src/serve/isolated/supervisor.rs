@@ -104,6 +104,9 @@ pub(crate) fn run(
         let engines = u32::try_from(engines.len()).unwrap_or(u32::MAX);
         supervisor.limit_starts(limit.saturating_mul(engines) + START_MARGIN);
     }
+    if engines.contains(&EngineKind::Cpu) {
+        supervisor.divide_machine_memory(partition::machine_memory()?);
+    }
     if let Some(certificates) = listeners.certificates() {
         let set = supervisor.set_certificates(&certificates.files());
         set.context("certificates")?;
@@ -195,6 +198,7 @@ pub(crate) fn run(
             health.end_drained();
             health.tell_machines();
             health.log_left_out();
+            health.grow_quotas();
             kept.borrow_mut().check(&served);
             service::alive();
             None
