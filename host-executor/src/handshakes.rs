@@ -3,19 +3,40 @@
 //! Such a connection has a thread and a socket, but no place in the table of sessions. Beyond a
 //! limit, the oldest connection of the same origin is closed. An origin therefore cannot keep out
 //! another one with connections that it leaves half open.
+//!
+//! Connections that end without a session cost processor time, which is charged to their origin
+//! ([`debts`]): further connections of the origin wait, and are closed if they would wait too long.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Condvar};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::Shutdown;
+use rustix::time::{ClockId, clock_gettime};
 use tracing::warn;
+
+use debts::Debts;
 
 use crate::limits::HandshakeLimits;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
+
+mod debts;
+
+/// Processor time to accept a connection and to start its thread, which other threads spend.
+const ACCEPT_COST: Duration = Duration::from_micros(100);
+
+/// Processor time to start and end the worker process of a connection.
+const WORKER_COST: Duration = Duration::from_millis(50);
+
+/// Connections without a session that are remembered. Those of a worker are taken with each report.
+const MAX_FAILED: usize = 256;
+
+/// How often a connection that waits looks whether the executor stops.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The connections whose handshake is not complete.
 #[derive(Debug)]
@@ -25,19 +46,25 @@ pub(crate) struct Handshakes {
     /// Notified when a handshake has ended.
     ended: Condvar,
     log: LogLimit,
+    /// For connections that are closed at once.
+    refusal_log: LogLimit,
 }
 
 #[derive(Debug, Default)]
 struct PendingTable {
     /// By the number of the connection, which grows in the order of arrival.
     pending: BTreeMap<u64, Pending>,
+    debts: Debts,
+    /// Connections that have ended without a session: the last [`MAX_FAILED`] that nobody has
+    /// taken.
+    failed: VecDeque<u64>,
 }
 
 #[derive(Debug)]
 struct Pending {
     origin: String,
     /// Shutting this socket down ends the handshake.
-    socket: Option<OwnedFd>,
+    socket: Option<Arc<OwnedFd>>,
     /// Whether the link is open, and only the first message is missing.
     is_open: bool,
     /// Whether the socket has been shut down, so that the thread of the connection is about to end.
@@ -104,6 +131,7 @@ impl Handshakes {
             state: RankedMutex::new(Rank::Handshakes, PendingTable::default()),
             ended: Condvar::new(),
             log: LogLimit::new(1),
+            refusal_log: LogLimit::new(1),
         })
     }
 
@@ -112,15 +140,29 @@ impl Handshakes {
     }
 
     /// Begins the handshake of connection `id` from `origin`. The numbers of connections grow.
-    /// `socket` is a duplicate of the connection's socket. `None`: there is no room, and the
-    /// connection is to be closed.
+    /// `socket` is a duplicate of the connection's socket. `None`: there is no room, or the origin
+    /// has caused too much work for nothing, and the connection is to be closed.
     pub(crate) fn begin(
         self: &Arc<Handshakes>,
         id: u64,
         origin: &str,
         socket: Option<OwnedFd>,
     ) -> Option<PendingHandshake> {
+        let now = Instant::now();
         let mut state = self.state();
+        let Some(wait) = state.debts.wait(origin, now) else {
+            state.debts.add(origin, ACCEPT_COST, now);
+            drop(state);
+            if let Some(others) = self.refusal_log.allow(now) {
+                warn!(
+                    origin,
+                    "a connection was closed at once, and {others} others since the last such \
+                     line: earlier ones of this origin have ended without a session, and have cost \
+                     more processor time than one origin may cause"
+                );
+            }
+            return None;
+        };
         let room = state.room(origin, self.limits);
         if let Room::Of(oldest) = room {
             state.cancel(oldest);
@@ -129,7 +171,7 @@ impl Handshakes {
         if is_admitted {
             let pending = Pending {
                 origin: origin.to_owned(),
-                socket,
+                socket: socket.map(Arc::new),
                 is_open: false,
                 is_cancelled: false,
             };
@@ -139,7 +181,7 @@ impl Handshakes {
         let own = state.live().filter(|(_, one)| one.origin == origin).count();
         drop(state);
         if room != Room::Free
-            && let Some(others) = self.log.allow(Instant::now())
+            && let Some(others) = self.log.allow(now)
         {
             let HandshakeLimits {
                 all: max,
@@ -155,12 +197,19 @@ impl Handshakes {
         is_admitted.then(|| PendingHandshake {
             id,
             all: Arc::clone(self),
+            start: now + wait,
+            cost: Cost::Accepted,
         })
     }
 
     /// The numbers of the connections.
     pub(crate) fn ids(&self) -> Vec<u64> {
         self.state().pending.keys().copied().collect()
+    }
+
+    /// Takes the numbers of connections that have ended without a session.
+    pub(crate) fn take_failed(&self) -> Vec<u64> {
+        std::mem::take(&mut self.state().failed).into()
     }
 
     /// Closes the connections whose link is not open, and waits until no connection is left. The
@@ -186,9 +235,68 @@ impl Handshakes {
 pub(crate) struct PendingHandshake {
     id: u64,
     all: Arc<Handshakes>,
+    /// When the connection may be served.
+    start: Instant,
+    cost: Cost,
+}
+
+/// The processor time of a connection that ends without a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cost {
+    Accepted,
+    /// What the thread of the connection has used when it drops the handshake.
+    Thread,
+    /// A worker process has been started or asked.
+    Worker,
+    /// None: the connection has a session.
+    Session,
 }
 
 impl PendingHandshake {
+    /// Waits as long as earlier connections of the origin make it. Called on the thread of the
+    /// connection, whose processor time is charged from now on. Returns whether the connection is
+    /// still to be served: nobody has hung up, and it has not been closed to make room.
+    pub(crate) fn wait_on_own_thread(&mut self, is_stopped: impl Fn() -> bool) -> bool {
+        self.cost = Cost::Thread;
+        let mut left = self.start.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return true;
+        }
+        let one = self
+            .all
+            .state()
+            .pending
+            .get(&self.id)
+            .map(|one| one.socket.clone());
+        let socket = one.flatten();
+        while !left.is_zero() {
+            let pause = left.min(POLL_INTERVAL);
+            let has_hung_up = match &socket {
+                // Wakes also when the connection is closed to make room.
+                Some(socket) => waits_for_hang_up(socket, pause),
+                None => {
+                    std::thread::sleep(pause);
+                    false
+                }
+            };
+            if has_hung_up || self.is_cancelled() || is_stopped() {
+                return false;
+            }
+            left = self.start.saturating_duration_since(Instant::now());
+        }
+        true
+    }
+
+    /// A worker process serves the connection from now on.
+    pub(crate) fn has_worker(&mut self) {
+        self.cost = Cost::Worker;
+    }
+
+    /// The connection has got a session, and its handshake is over.
+    pub(crate) fn session_begins(mut self) {
+        self.cost = Cost::Session;
+    }
+
     /// The link is open, and only the first message is missing.
     pub(crate) fn link_is_open(&self) {
         if let Some(one) = self.all.state().pending.get_mut(&self.id) {
@@ -208,9 +316,36 @@ impl PendingHandshake {
 
 impl Drop for PendingHandshake {
     fn drop(&mut self) {
-        self.all.state().pending.remove(&self.id);
+        let cost = match self.cost {
+            Cost::Accepted => ACCEPT_COST,
+            Cost::Thread => ACCEPT_COST + own_time(),
+            Cost::Worker => ACCEPT_COST + WORKER_COST,
+            Cost::Session => Duration::ZERO,
+        };
+        let mut state = self.all.state();
+        if let Some(ended) = state.pending.remove(&self.id) {
+            state.debts.add(&ended.origin, cost, Instant::now());
+            if self.cost != Cost::Session {
+                state.failed.truncate(MAX_FAILED - 1);
+                state.failed.push_front(self.id);
+            }
+        }
+        drop(state);
         self.all.ended.notify_all();
     }
+}
+
+/// Waits up to `timeout` for the end of a connection. Returns whether it has ended.
+fn waits_for_hang_up(socket: impl AsFd, timeout: Duration) -> bool {
+    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
+    let timeout = Timespec::try_from(timeout).ok();
+    // The kernel reports hang-ups and errors in any case. A signal is no hang-up.
+    matches!(rustix::event::poll(&mut fds, timeout.as_ref()), Ok(1..))
+}
+
+/// The processor time of this thread.
+fn own_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -292,6 +427,62 @@ mod tests {
         assert!(begin(103).is_none());
         drop(kept);
         assert!(begin(104).is_some());
+    }
+
+    #[test]
+    fn connections_without_a_session_make_later_ones_of_their_origin_wait() {
+        let mut arrivals = Arrivals::new();
+        let mut end = |arrivals: &mut Arrivals, origin, count| {
+            for _ in 0..count {
+                let (mut ticket, _far) = arrivals.arrive(origin);
+                ticket.as_mut().expect("room").has_worker();
+            }
+        };
+        end(&mut arrivals, "a", 3);
+        assert_eq!(arrivals.handshakes.take_failed(), [3, 2, 1]);
+        let is_now = |ticket: &Option<PendingHandshake>| {
+            ticket.as_ref().expect("room").start <= Instant::now()
+        };
+        let (other, _far) = arrivals.arrive("b");
+        assert!(is_now(&other));
+        let (waiting, far) = arrivals.arrive("a");
+        let mut waiting = waiting.expect("room");
+        assert!(
+            waiting.start > Instant::now() + Duration::from_millis(500),
+            "100 ms at a tenth"
+        );
+        // Neither a peer that hangs up nor one that is closed to make room is waited for.
+        drop(far);
+        assert!(!waiting.wait_on_own_thread(|| false));
+        let (mut cancelled, _far) = arrivals.arrive("a");
+        let id = cancelled.as_ref().expect("room").id;
+        arrivals.handshakes.state().cancel(id);
+        assert!(
+            !cancelled
+                .as_mut()
+                .expect("room")
+                .wait_on_own_thread(|| false)
+        );
+        let (stopped, _far) = arrivals.arrive("a");
+        assert!(!stopped.expect("room").wait_on_own_thread(|| true));
+        drop((waiting, cancelled));
+
+        // Too much of it, and no connection is accepted.
+        end(&mut arrivals, "a", 18);
+        end(&mut arrivals, "c", 1);
+        while arrivals.arrive("a").0.is_some() {
+            end(&mut arrivals, "a", 1);
+        }
+        let (other, _far) = arrivals.arrive("b");
+        assert!(is_now(&other));
+        // A session costs nothing.
+        for _ in 0..100 {
+            let (session, _far) = arrivals.arrive("d");
+            let mut session = session.expect("room");
+            session.has_worker();
+            session.session_begins();
+        }
+        assert!(is_now(&arrivals.arrive("d").0));
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod certified;
 mod common;
 mod served;
 
+use std::collections::VecDeque;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -13,7 +14,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use certified::{certify, port};
 use common::{Guest, TIMEOUT, add, bytes};
@@ -41,26 +42,28 @@ fn compute(guest: &mut Guest) {
     assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
 }
 
+/// A connection to a unix socket that sends the first packet of the handshake, if it is to.
+fn connection(address: &SocketAddrUnix, sends: bool) -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC;
+    let kind = SocketType::SEQPACKET;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None);
+    let socket = socket.expect("a socket");
+    rustix::net::connect(&socket, address).expect("the executor listens");
+    if sends {
+        let hello = [u64::from_le_bytes(*b"VGPULINK"), 1, u64::MAX, 0];
+        let hello: Vec<u8> = hello.iter().flat_map(|word| word.to_le_bytes()).collect();
+        // The executor may have closed the connection.
+        let _ = rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL);
+    }
+    socket
+}
+
 /// Connections of this user to a unix socket: every second one sends the first packet of the
 /// handshake, and no other.
 fn flood_unix(socket: &Path) -> Vec<OwnedFd> {
     let address = SocketAddrUnix::new(socket).expect("a path");
-    let hello = [u64::from_le_bytes(*b"VGPULINK"), 1, u64::MAX, 0];
-    let hello: Vec<u8> = hello.iter().flat_map(|word| word.to_le_bytes()).collect();
-    (0..FLOOD)
-        .map(|i| {
-            let flags = SocketFlags::CLOEXEC;
-            let kind = SocketType::SEQPACKET;
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None);
-            let socket = socket.expect("a socket");
-            rustix::net::connect(&socket, &address).expect("the executor listens");
-            if i % 2 == 1 {
-                // The executor may have closed the connection.
-                let _ = rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL);
-            }
-            socket
-        })
-        .collect()
+    let connections = (0..FLOOD).map(|i| connection(&address, i % 2 == 1));
+    connections.collect()
 }
 
 /// Connections from 127.0.0.2: every second one sends the beginning of a TLS record, and no more.
@@ -179,6 +182,44 @@ fn half_open_connections_of_an_address_keep_out_no_other_address() {
 #[test]
 fn half_open_connections_of_an_address_keep_out_no_other_address_of_isolation() {
     other_addresses_are_served("half-open-tcp-isolate", ISOLATED);
+}
+
+/// A user whose connections end without a session gets few processes for them, however many there
+/// are, and is served when time has paid for them. Another user is served meanwhile.
+#[test]
+fn processes_for_connections_without_a_session_are_paid_by_their_user() {
+    const HELD: usize = 16;
+    let scratch = Scratch::new("failed-isolate");
+    // Many places, so that nothing else limits the processes.
+    let places = ["--isolate", "--guest-memory", "2M", "--max-guests", "32"];
+    let serve = Serve::start(&scratch.socket(), &places);
+    let all = fs::Permissions::from_mode(0o666);
+    fs::set_permissions(scratch.socket(), all).expect("it is ours");
+    let address = SocketAddrUnix::new(scratch.socket()).expect("a path");
+    let start = Instant::now();
+    let mut held = VecDeque::new();
+    // One that hangs up too soon gets no process.
+    while start.elapsed() < Duration::from_secs(4) {
+        held.push_back(connection(&address, true));
+        if held.len() > HELD {
+            held.pop_front();
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    let served = as_another_user(|| compute(&mut serve.guest(&scratch.socket())));
+    if served.is_none() {
+        eprintln!("only root can connect as two users: the other one was not tested");
+    }
+    drop(held);
+    compute(&mut serve.guest(&scratch.socket()));
+    let elapsed = start.elapsed();
+    let log = end(serve);
+    let processes = log.matches("sandboxed: not dumpable").count();
+    println!("{processes} processes in {elapsed:?}");
+    // 50 ms for each, 100 ms for each second, and at most four at once. Two are for sessions, and
+    // the supervisor is another process.
+    let most = 2 + 1 + 4 + 1 + 2 * elapsed.as_secs() as usize;
+    assert!(processes <= most, "{processes} instead of {most}: {log}");
 }
 
 /// Programs that complete the link's handshake and never send HELLO have no places.

@@ -37,7 +37,7 @@ pub(super) fn start(
         return;
     };
     let (handle, owner) = (Arc::clone(shared), owner.map(str::to_owned));
-    let program = UnassignedProgram {
+    let mut program = UnassignedProgram {
         socket,
         peer,
         pending,
@@ -45,7 +45,8 @@ pub(super) fn start(
     let spawned = thread::Builder::new()
         .name(format!("vgpu-guest-{id}"))
         .spawn(move || {
-            if has_sent(&program.socket, HANDSHAKE_TIMEOUT) {
+            let may_go_on = program.pending.wait_on_own_thread(|| handle.stop.is_set());
+            if may_go_on && has_sent(&program.socket, HANDSHAKE_TIMEOUT) {
                 admit(&handle, id, owner.as_deref(), program);
             }
         });

@@ -112,6 +112,9 @@ pub(super) struct WorkerReport {
     pub(super) served: u64,
     /// The programs among them that have neither a session yet nor ended.
     pub(super) pending: Vec<u64>,
+    /// The programs that have ended without a session since the last report.
+    #[serde(default)]
+    pub(super) without_session: Vec<u64>,
     pub(super) report: Report,
 }
 

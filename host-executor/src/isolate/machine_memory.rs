@@ -7,14 +7,15 @@
 //! machine gets more memory.
 #![forbid(unsafe_code)]
 
+use std::io;
 use std::time::Instant;
-use std::{fs, io};
 
 use tracing::{info, warn};
 
 use super::ipc::Command;
 use super::partition::Partition;
-use super::state::{Processes, SupervisorState, Worker};
+use super::process::ProcFiles;
+use super::state::{Processes, SupervisorState, VmProcess, Worker};
 use crate::size::shown;
 
 /// A quota grows by at least so many bytes at a time, unless the rest of the part is less.
@@ -37,16 +38,17 @@ impl Division {
             return None;
         }
         let partition = &processes.partition;
-        let untouched = |guest, quota: Option<u64>, pid: Option<u32>| {
+        let untouched = |guest, quota: Option<u64>, touched: u64| {
             let quota = devices(shared, partition, guest).saturating_mul(quota.unwrap_or(0));
-            quota.saturating_sub(pid.map_or(0, touched))
+            quota.saturating_sub(touched)
         };
-        let of_workers = { processes.workers.values() }
-            .map(|worker| untouched(worker.guest.as_deref(), worker.memory, worker.pid));
-        // Its own number is known once it has answered.
+        let of_workers = { processes.workers.values() }.map(|worker| {
+            let touched = worker.files.as_ref().map_or(0, ProcFiles::touched);
+            untouched(worker.guest.as_deref(), worker.memory, touched)
+        });
         let of_machines = processes.machines.values().map(|machine| {
             let name = Some(machine.name.as_str());
-            untouched(name, part(partition, name), machine.answers.executor())
+            untouched(name, part(partition, name), touched_by_machine(machine))
         });
         Some(Division {
             left: left(),
@@ -75,18 +77,19 @@ fn devices(shared: &SupervisorState, partition: &Partition, guest: Option<&str>)
     engines.filter(permits).count().max(1) as u64
 }
 
-/// Bytes of anonymous and shared memory that a process has touched, as `proc_pid_status(5)` counts
-/// them. Its heap and windows of guests count as if they were in the engine's memory. 0 if the
-/// kernel does not say.
-fn touched(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let of = |key: &str| -> u64 {
-        let mut lines = status.lines();
-        let line = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-        let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
-        kib.and_then(|kib| kib.trim().parse().ok()).unwrap_or(0)
-    };
-    (of("RssAnon") + of("RssShmem")).saturating_mul(1024)
+/// Bytes that the executor of a virtual machine has touched. It is a child of `vgpu fd-store`, and
+/// may hide before its number is known: what its guests have allocated counts then, and nothing
+/// until it has reported that.
+fn touched_by_machine(machine: &VmProcess) -> u64 {
+    let executor = machine.answers.executor();
+    match executor.and_then(|pid| ProcFiles::open(pid).ok()) {
+        Some(files) => files.touched(),
+        None => machine.report.as_ref().map_or(0, |report| {
+            let status = &report.status;
+            let devices = 0..status.engines().count();
+            devices.map(|device| status.memory_of_guests(device)).sum()
+        }),
+    }
 }
 
 /// Gives a worker that is about to start its quota. `guest`: its name, if it has one.
@@ -330,7 +333,7 @@ mod tests {
         // This process counts as the worker: it has touched at least the bytes of this vector.
         let touched = std::hint::black_box(vec![1u8; 100 << 20]);
         if let Some(worker) = shared.processes().workers.get_mut(&1) {
-            worker.pid = Some(std::process::id());
+            worker.files = ProcFiles::open(std::process::id()).ok();
         }
         let _second = start(&shared, 2, None);
         let quota = quotas(&shared)[1];

@@ -1,13 +1,16 @@
 //! Child processes of a supervisor.
 
 use std::fmt;
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
+use rustix::fs::{Dir, Mode, OFlags};
+use rustix::process::{Pid, Signal};
 
 /// Starts a process that receives SIGTERM when its parent thread ends, `nice` levels nicer than
 /// this process.
@@ -28,6 +31,67 @@ pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
         });
     }
     command.spawn()
+}
+
+/// What the kernel tells of a process that has been started.
+///
+/// The files are opened before the process hides. Where `/proc` is mounted with `hidepid`, as for
+/// units with `ProtectProc=invisible`, those of a process that has hidden cannot be opened, not
+/// even by its parent. Open files stay readable.
+#[derive(Debug)]
+pub(super) struct ProcFiles {
+    status: File,
+    threads: Dir,
+}
+
+/// The longest `/proc/PID/status` that is read, in bytes.
+const MAX_STATUS: usize = 16 << 10;
+
+impl ProcFiles {
+    /// Opens the files of a process that nobody has waited for.
+    ///
+    /// # Errors
+    /// The process hides, or has ended.
+    pub(super) fn open(pid: u32) -> io::Result<ProcFiles> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let threads = rustix::fs::open(format!("/proc/{pid}/task"), flags, Mode::empty())?;
+        Ok(ProcFiles {
+            status: File::open(format!("/proc/{pid}/status"))?,
+            // Not `read_from`, which opens the folder again.
+            threads: Dir::new(threads)?,
+        })
+    }
+
+    /// Bytes of anonymous and shared memory that the process has touched: `RssAnon` and `RssShmem`
+    /// of `proc_pid_status(5)`. 0 if the process has ended.
+    pub(super) fn touched(&self) -> u64 {
+        let mut bytes = vec![0; MAX_STATUS];
+        let len = self.status.read_at(&mut bytes, 0).unwrap_or(0);
+        let text = String::from_utf8_lossy(&bytes[..len]);
+        let of = |key: &str| -> u64 {
+            let mut lines = text.lines();
+            let line = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+            kib.and_then(|kib| kib.trim().parse().ok()).unwrap_or(0)
+        };
+        (of("RssAnon") + of("RssShmem")).saturating_mul(1024)
+    }
+
+    /// The threads of the process, which may start others meanwhile.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub(super) fn threads(&mut self) -> io::Result<Vec<Pid>> {
+        self.threads.rewind();
+        let mut threads = Vec::new();
+        while let Some(entry) = self.threads.read() {
+            let entry = entry?;
+            let name = entry.file_name().to_str().ok();
+            let number = name.and_then(|name| name.parse().ok());
+            threads.extend(number.and_then(Pid::from_raw));
+        }
+        Ok(threads)
+    }
 }
 
 /// How often the end of a process is checked.

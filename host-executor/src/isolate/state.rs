@@ -15,6 +15,7 @@ use tracing::error;
 
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
+use super::process::ProcFiles;
 use super::totals::EndedWorkers;
 use crate::control::{ControlError, OpenQuestion, QuestionOutcome};
 use crate::drain::Drain;
@@ -130,6 +131,8 @@ pub(super) struct Worker {
     pub(super) ipc: Arc<IpcSocket>,
     /// The process, once it has been started.
     pub(super) pid: Option<u32>,
+    /// The files of the process, once it has been started.
+    pub(super) files: Option<ProcFiles>,
     /// How many nice levels its threads are above the supervisor.
     pub(super) nice: i32,
     /// The guest's name, if it has one.
@@ -354,6 +357,7 @@ impl Worker {
         Worker {
             ipc: Arc::new(ipc),
             pid: None,
+            files: None,
             nice: 0,
             guest,
             source: None,
@@ -433,7 +437,7 @@ impl Worker {
         UnassignedProgram {
             socket,
             peer,
-            pending,
+            mut pending,
         }: UnassignedProgram,
         rejection: Option<Rejection>,
         certificates: Option<&OwnedFd>,
@@ -443,6 +447,7 @@ impl Worker {
             self.send(&Command::Certificates, Some(file))?;
             self.has_certificates = true;
         }
+        pending.has_worker();
         let command = Command::Serve {
             session,
             guest: self.guest.clone(),

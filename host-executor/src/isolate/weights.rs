@@ -8,14 +8,13 @@
 //! others get higher ones, as long as it runs. The highest level is 19.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeSet;
-use std::fs;
+use std::collections::HashSet;
 use std::io;
 
-use rustix::process::Pid;
 use tracing::warn;
 
 use super::partition::Partition;
+use super::process::ProcFiles;
 use super::state::{Processes, Worker};
 
 /// The highest nice level.
@@ -81,13 +80,13 @@ fn raise_all(processes: &mut Processes, offset: i32) {
 
 /// Raises all threads of a worker, whose process has not been waited for, to its level. One that
 /// has not started yet gets it when it has.
-pub(super) fn set_level(worker: &Worker) {
-    let Some(pid) = worker.pid.and_then(|pid| i32::try_from(pid).ok()) else {
+pub(super) fn set_level(worker: &mut Worker) {
+    let Some(files) = &mut worker.files else {
         return;
     };
-    if let Err(error) = raise(pid, worker.nice) {
+    if let Err(error) = raise(files, worker.nice) {
         warn!(
-            pid,
+            pid = worker.pid,
             guest = worker.guest,
             "the worker keeps the part of the time that it had: {error}"
         );
@@ -96,24 +95,17 @@ pub(super) fn set_level(worker: &Worker) {
 
 /// Raises all threads of a process to `nice` levels above this one. Threads that start later have
 /// the level of the thread that starts them.
-fn raise(pid: i32, nice: i32) -> io::Result<()> {
+fn raise(files: &mut ProcFiles, nice: i32) -> io::Result<()> {
     let level = (rustix::process::getpriority_process(None)? + nice).min(HIGHEST);
-    let mut done = BTreeSet::new();
+    let mut done = HashSet::new();
     for _ in 0..MAX_LISTS {
         let before = done.len();
-        for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
-            let Some(thread) = entry?
-                .file_name()
-                .to_str()
-                .and_then(|name| name.parse().ok())
-            else {
-                continue;
-            };
-            if let Some(id) = Pid::from_raw(thread).filter(|_| !done.contains(&thread))
+        for thread in files.threads()? {
+            if !done.contains(&thread)
                 // The thread may have ended.
-                && rustix::process::getpriority_process(Some(id)).is_ok_and(|now| now < level)
+                && rustix::process::getpriority_process(Some(thread)).is_ok_and(|now| now < level)
             {
-                rustix::process::setpriority_process(Some(id), level)?;
+                rustix::process::setpriority_process(Some(thread), level)?;
             }
             done.insert(thread);
         }

@@ -39,11 +39,13 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     let report_to_supervisor = |served| {
         // Before the sessions: a program that gets its session meanwhile is in both lists.
         let pending = server.pending();
+        let without_session = server.take_without_session();
         let report = handle.report();
         let ids: Vec<u64> = report.status.sessions.iter().map(|s| s.id).collect();
         let message = WorkerMessage::from(WorkerReport {
             served,
             pending: pending.clone(),
+            without_session,
             report,
         });
         if let Err(error) = ipc.send(&message, None) {
@@ -90,6 +92,7 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
         }
     });
     let served = served.into_inner();
+    let without_session = server.take_without_session();
     if let Shutdown::Stuck(why) = server.shutdown() {
         end_with_last_log(
             1,
@@ -98,11 +101,11 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
         );
     }
     // The final figures of the sessions.
-    let (pending, report) = (Vec::new(), handle.report());
     let message = WorkerMessage::from(WorkerReport {
         served,
-        pending,
-        report,
+        pending: Vec::new(),
+        without_session,
+        report: handle.report(),
     });
     if let Err(error) = ipc.send(&message, None) {
         debug!("no last report to the supervisor: {error}");

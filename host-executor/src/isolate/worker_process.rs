@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use super::ipc::{IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, WorkerReport};
 use super::log_pipe::LogPipe;
 use super::machine_memory;
-use super::process::{ExitReason, spawn, wait_or_kill};
+use super::process::{ExitReason, ProcFiles, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
 use super::state::{Processes, SupervisorState, UnassignedProgram, Worker};
 use super::weights;
@@ -82,9 +82,18 @@ fn watch(
         }
     };
     let pid = process.id();
+    let files = ProcFiles::open(pid);
+    if let Err(error) = &files {
+        warn!(
+            worker = id,
+            pid,
+            "cannot read what the worker uses, which is taken to use none of its memory: {error}"
+        );
+    }
     let mut guest = String::new();
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
         worker.pid = Some(pid);
+        worker.files = files.ok();
         // A weight that has changed since the start.
         weights::set_level(worker);
         guest = worker.guest_or_source().to_owned();
@@ -184,12 +193,20 @@ fn on_report(shared: &SupervisorState, id: u64, report: WorkerReport) {
     };
     let sessions = &report.report.status.sessions;
     let is_open = |session| sessions.iter().any(|s| s.id == session);
-    worker.sessions.retain(|&session, program| {
-        if is_open(session) {
-            program.pending = None;
+    let is_rejection = worker.is_rejection;
+    worker.sessions.retain(|session, program| {
+        let is_there = is_open(*session);
+        let is_over = program.number <= report.served && !report.pending.contains(session);
+        // A session may have begun and ended since the last report. The handshake of a program that
+        // has got none is dropped with the program.
+        let has_had_session = is_over && !is_rejection && !report.without_session.contains(session);
+        if is_there || has_had_session {
             worker.unproven = None;
+            if let Some(pending) = program.pending.take() {
+                pending.session_begins();
+            }
         }
-        program.number > report.served || is_open(session) || report.pending.contains(&session)
+        is_there || !is_over
     });
     worker.report = Some((report, Instant::now()));
     if worker.sessions.is_empty() && !worker.is_closing {

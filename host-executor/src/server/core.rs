@@ -252,6 +252,12 @@ impl Server {
         self.shared.handshakes.ids()
     }
 
+    /// The numbers of the connections that have ended without a session since the last call, at
+    /// most the last 256.
+    pub(crate) fn take_without_session(&self) -> Vec<u64> {
+        self.shared.handshakes.take_failed()
+    }
+
     /// Waits until the open sessions differ from `known`, or the connections that have no session
     /// from `pending`, until `is_over` is set, or `timeout` has passed.
     pub(crate) fn wait_for_change(

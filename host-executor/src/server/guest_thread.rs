@@ -36,13 +36,16 @@ pub(super) fn start(
     incoming: IncomingGuest,
 ) {
     let IncomingGuest { peer, open, socket } = incoming;
-    let Some(pending) = shared.handshakes.begin(id, &peer.origin(), socket) else {
+    let Some(mut pending) = shared.handshakes.begin(id, &peer.origin(), socket) else {
         return;
     };
     let (owner, own_shared) = (owner.map(str::to_owned), Arc::clone(shared));
     let spawned = thread::Builder::new()
         .name(format!("vgpu-guest-{id}"))
         .spawn(move || {
+            if !pending.wait_on_own_thread(|| own_shared.stop.is_set()) {
+                return;
+            }
             let admitted = Admitted::new(&own_shared, owner.as_deref(), &peer);
             let tenant = admitted.first().name();
             let _span = info_span!("session", id, tenant, %peer).entered();
@@ -239,7 +242,7 @@ fn serve(
             return reject(link.as_mut(), &end);
         }
     };
-    drop(pending);
+    pending.session_begins();
     let tenant = Arc::clone(&admitted.tenants[place.device]);
     // Those on other devices: the guest is connected to this one.
     drop(admitted);

@@ -51,6 +51,7 @@ fn worker_process() {
             let report = WorkerMessage::from(WorkerReport {
                 served: 0,
                 pending: Vec::new(),
+                without_session: Vec::new(),
                 report: honest.clone(),
             });
             // Until the supervisor closes the connection.
@@ -73,6 +74,7 @@ fn worker_process() {
             let report = WorkerMessage::from(WorkerReport {
                 served: u64::MAX,
                 pending: Vec::new(),
+                without_session: Vec::new(),
                 report: honest.clone(),
             });
             let _ = ipc.send(&report, None);
@@ -82,6 +84,7 @@ fn worker_process() {
             let report = WorkerMessage::from(WorkerReport {
                 served: 0,
                 pending: Vec::new(),
+                without_session: Vec::new(),
                 report: honest.clone(),
             });
             let _ = ipc.send(&report, None);
@@ -130,6 +133,7 @@ fn claims(mut report: Report, own: u64) -> WorkerMessage {
     WorkerMessage::from(WorkerReport {
         served: 0,
         pending: Vec::new(),
+        without_session: Vec::new(),
         report,
     })
 }

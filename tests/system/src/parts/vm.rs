@@ -91,6 +91,9 @@ fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
     let Some(mut booted) = booted else { return };
     tests.check("the units and the rule", |_, _| booted.verify());
     tests.check("vgpu.service", |_, _| booted.service());
+    tests.check("vgpu.service with a limit of its memory", |_, _| {
+        booted.limited_memory()
+    });
     tests.check("a virtual machine's connection is kept", |_, _| {
         booted.fd_store()
     });

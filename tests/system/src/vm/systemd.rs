@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use super::debian::Wanted;
 use super::guest::{Guest, Machine};
 use super::image;
-use super::inside::{As, Way};
+use super::inside::{As, PLUGIN, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
 use crate::debian::Packages;
 use xtask_common::cache::Cache;
@@ -55,6 +55,12 @@ const IS_ACTIVE: &str = "systemctl is-active -q vgpu@vm1";
 
 /// The folder of a drop-in of a virtual machine's service.
 const DROP_IN: &str = "/run/systemd/system/vgpu@vm1.service.d";
+
+/// The folder of a drop-in of the service.
+const LIMITED: &str = "/run/systemd/system/vgpu.service.d";
+
+/// The limit of the service's memory in a test, which is less than the guests may have in all.
+const MEMORY_MAX: &str = "700M";
 
 /// The shell line that removes the drop-in.
 const UNSET: &str = "rm -r /run/systemd/system/vgpu@vm1.service.d && systemctl daemon-reload";
@@ -172,6 +178,79 @@ impl Systemd {
             )?
             .good("keeping /run/vgpu across a stop and a start of vgpu.service")?;
         self.guest.generation(&way, &reference)
+    }
+
+    /// With `--isolate` and `MemoryMax=`, a guest that asks for more memory than the service may
+    /// have is refused, again and again, and another guest generates its text meanwhile. The
+    /// supervisor can read what its workers use although `ProtectProc=` hides them.
+    pub(crate) fn limited_memory(&mut self) -> Result<String> {
+        let serve = "/usr/bin/vgpu serve --isolate --guest-memory 512M --memory 1G";
+        self.guest
+            .run(&format!(
+                "mkdir -p {LIMITED} && printf '[Service]\\nExecStart=\\nExecStart={serve}\\n\
+                 MemoryMax={MEMORY_MAX}\\n' > {LIMITED}/tests.conf && systemctl daemon-reload \
+                 && systemctl restart vgpu && systemctl is-active vgpu"
+            ))?
+            .good("starting vgpu.service with a limit of its memory")?;
+        let way = Way {
+            environment: "",
+            link: "unix:/run/vgpu/vgpu.sock",
+            who: As::User,
+        };
+        let reference = self.guest.reference()?;
+        self.guest
+            .run(&format!(
+                "(while [ ! -e /tmp/over ]; do {PLUGIN} llama-completion -m /vgpu/model.gguf \
+                 -ngl 99 -c 8000000 -b 32 -ub 32 -t 1 -no-cnv --no-warmup -n 1 -p x \
+                 >/tmp/attack 2>&1; echo $? >> /tmp/attacks; done; echo end >> /tmp/attacks) \
+                 >/dev/null 2>&1 & {}",
+                until("[ -s /tmp/attacks ]")
+            ))?
+            .good("a guest that asks for too much memory")?;
+        let outcome = self.guest.generation(&way, &reference);
+        let attacks = self
+            .guest
+            .run(&format!(
+                "touch /tmp/over; {}; cat /tmp/attacks; rm /tmp/attacks /tmp/over",
+                until("grep -q end /tmp/attacks")
+            ))?
+            .good("the end of the guest that asks for too much")?;
+        let outcome = outcome?;
+        let attacks: Vec<&str> = attacks.lines().map(str::trim).collect();
+        let (&last, attacks) = attacks.split_last().unwrap_or((&"", &[]));
+        ensure!(
+            last == "end" && attacks.len() > 1 && !attacks.contains(&"0"),
+            "not refused each time: {attacks:?}"
+        );
+        let said = self.guest.run("cat /tmp/attack")?.output;
+        let journal = self
+            .guest
+            .run("journalctl --no-pager -o cat -u vgpu --since -10min")?
+            .good("reading the journal")?;
+        ensure!(
+            said.contains("out of memory") || journal.contains("out of memory"),
+            "no refusal with numbers:\n{said}\n{journal}"
+        );
+        for fault in [
+            "cannot read what the worker uses",
+            "keeps the part",
+            "was ended by",
+        ] {
+            ensure!(
+                !journal.contains(fault),
+                "{fault:?} in the journal:\n{journal}"
+            );
+        }
+        self.guest
+            .run(&format!(
+                "[ \"$(systemctl show -p {RESTARTS} --value vgpu)\" = 0 ] \
+                 && rm -r {LIMITED} && systemctl daemon-reload && systemctl restart vgpu"
+            ))?
+            .good("the service has not been restarted")?;
+        Ok(format!(
+            "{outcome}; {} loads of another guest refused, MemoryMax={MEMORY_MAX}",
+            attacks.len()
+        ))
     }
 
     /// systemd keeps the connection of a virtual machine while the executor is restarted.
