@@ -1,6 +1,8 @@
 //! Cases of each family of operators, compared on two engines.
 
 mod attention;
+#[cfg(test)]
+mod divided;
 mod elementwise;
 mod images;
 mod list;

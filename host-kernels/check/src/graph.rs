@@ -109,6 +109,29 @@ impl Builder {
         });
     }
 
+    /// The same graph with its nodes divided into `count` parts, where that is possible.
+    #[cfg(test)]
+    pub(super) fn divided(&self, count: u64) -> Builder {
+        let mut arrangement = vgpu_engine::fuse::Arrangement::plain(&self.graph);
+        let parents = arrangement.divide(|_, _| count, usize::MAX);
+        let parents = parents.expect("no limit");
+        let graph = arrangement.graph;
+        assert_eq!(
+            self.graph.tensors.len() + parents.len(),
+            graph.tensors.len()
+        );
+        Builder {
+            graph,
+            bytes: self.bytes.clone(),
+        }
+    }
+
+    /// The number of nodes.
+    #[cfg(test)]
+    pub(super) fn nodes(&self) -> usize {
+        self.graph.nodes.len()
+    }
+
     /// Allocates, fills and compiles the graph on an engine.
     ///
     /// # Errors

@@ -191,6 +191,13 @@ impl CudaEngine {
     }
 }
 
+/// A small part of what a GPU of compute capability 8.0 does: most kernels are not tuned.
+pub(crate) const SPEED: Speed = Speed {
+    products: 1e12,
+    steps: 2e10,
+    bytes: 2e11,
+};
+
 impl Engine for CudaEngine {
     fn name(&self) -> &str {
         &self.name
@@ -229,13 +236,8 @@ impl Engine for CudaEngine {
         }
     }
 
-    /// A small part of what a GPU of compute capability 8.0 does: most kernels are not tuned.
     fn speed(&self) -> Speed {
-        Speed {
-            products: 1e12,
-            steps: 2e10,
-            bytes: 2e11,
-        }
+        SPEED
     }
 
     fn speed_of(&self, graph: &Graph, node: &Node) -> Speed {

@@ -35,7 +35,7 @@ pub(crate) struct Operation {
 
 impl Operation {
     /// The graph of the operation, with its content, and its destination.
-    fn builder(&self) -> Result<(Builder, u32), CheckError> {
+    pub(super) fn builder(&self) -> Result<(Builder, u32), CheckError> {
         self.filled(Content::Random)
     }
 

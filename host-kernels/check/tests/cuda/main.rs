@@ -1,6 +1,7 @@
 //! The CUDA engine around its kernels: how plans reach a device, share its memory, and yield.
 
 mod cpu_nodes;
+mod divided;
 mod fusion;
 mod launches_ahead;
 mod megakernel;
@@ -28,6 +29,7 @@ fn graphs_from_the_second_run() -> LaunchPolicy {
     let forever = Duration::from_secs(1 << 30);
     LaunchPolicy {
         time_slice: forever,
+        longest_launch: forever,
         graph_threshold: forever,
         fusion: true,
         megakernel: false,

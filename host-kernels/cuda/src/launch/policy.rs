@@ -7,6 +7,9 @@ use std::time::Duration;
 pub struct LaunchPolicy {
     /// How long the launches between two checks for other plans should take.
     pub time_slice: Duration,
+    /// A node that takes longer by estimate is divided into several launches, if its operator
+    /// allows that: a turn ends between launches only.
+    pub longest_launch: Duration,
     /// The average duration of a launch above which CUDA graphs are not used: longer kernels hide
     /// the time of the next launch.
     pub graph_threshold: Duration,
@@ -40,6 +43,7 @@ impl Default for LaunchPolicy {
     fn default() -> LaunchPolicy {
         LaunchPolicy {
             time_slice: Duration::from_micros(1500),
+            longest_launch: Duration::from_millis(500),
             graph_threshold: Duration::from_micros(40),
             fusion: true,
             // Slower than separate launches on an H200.

@@ -7,12 +7,14 @@ mod split;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tracing::error;
-use vgpu_transport::ir::{Graph, GraphCounts};
+use vgpu_transport::ir::{Graph, GraphCounts, Node};
 
 use crate::context::{DeviceGuard, ExecutionContext};
+use crate::cpu_fallback::CpuFallback;
+use crate::engine::SPEED;
 use crate::graph_exec::{Failure, LaunchSequence};
 use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
@@ -22,6 +24,7 @@ use compiler::{Compiler, is_aligned};
 use located::{Buffer, Located};
 use split::{Split, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
+use vgpu_engine::work;
 use vgpu_engine::{
     ALLOCATION_BYTES, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
 };
@@ -33,6 +36,9 @@ const MAX_NODE_BYTES: u64 = 8 << 10;
 /// Bytes of host memory that a tensor needs at most while the graph is compiled, besides the graph.
 const MAX_TENSOR_BYTES: u64 = 512;
 
+/// Nodes that a graph may have more than twice its own when long ones are divided.
+const MAX_MORE_NODES: usize = 128;
+
 /// Bytes of host memory that a plan needs at most, however small it is.
 const MAX_EMPTY_BYTES: u64 = 16 << 10;
 
@@ -41,11 +47,26 @@ const MAX_EMPTY_BYTES: u64 = 16 << 10;
 /// top.
 pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     let bytes = |count: usize, each: u64| (count as u64).saturating_mul(each);
-    // The arrangement has a copy of the graph, and nodes are moved through another.
+    // The arrangement has a copy of the graph, and nodes are moved through another. Long nodes are
+    // divided.
     (2 * counts.decoded_bytes())
-        .saturating_add(bytes(counts.nodes, MAX_NODE_BYTES))
+        .saturating_add(bytes(max_nodes(counts.nodes), MAX_NODE_BYTES))
         .saturating_add(bytes(counts.tensors, MAX_TENSOR_BYTES))
         .saturating_add(MAX_EMPTY_BYTES)
+}
+
+/// The most nodes of a graph of `nodes` nodes when long ones are divided.
+fn max_nodes(nodes: usize) -> usize {
+    nodes.saturating_mul(2).saturating_add(MAX_MORE_NODES)
+}
+
+/// Into how many parts a node is divided so that each takes no longer than `longest` by estimate.
+fn parts(graph: &Graph, node: &Node, longest: Duration) -> u64 {
+    if CpuFallback::takes(graph, node) {
+        return 1;
+    }
+    let time = work::of(graph, node).time(&SPEED);
+    (time.as_secs_f64() / longest.as_secs_f64()).ceil().max(1.0) as u64
 }
 
 /// A compiled graph: launches in order, and nodes for the CPU engine between them.
@@ -119,13 +140,28 @@ impl CudaPlan {
         }
         let located = Located::of(graph, &memories, is_cancelled)?;
         let at = located.places(&memories);
-        let plain: Vec<VgView> = { graph.tensors.iter().enumerate() }
-            .map(|(i, t)| VgView::new(at.address(i), &t.shape))
-            .collect();
-        let arrangement = match context.policy.fusion {
+        let mut arrangement = match context.policy.fusion {
             true => Arrangement::of(graph, context.mmv_columns() as u64, is_cancelled),
             false => Arrangement::plain(graph),
         };
+        let parents = arrangement.divide(
+            |graph, node| parts(graph, node, context.policy.longest_launch),
+            max_nodes(graph.nodes.len()),
+        );
+        let parents = parents.map_err(|error| EngineError::Unsupported {
+            op: "a graph",
+            why: error.to_string(),
+        })?;
+        let plain: Vec<VgView> = { arrangement.graph.tensors.iter().enumerate() }
+            .map(|(i, tensor)| {
+                let whole = match i.checked_sub(graph.tensors.len()) {
+                    Some(part) => parents[part],
+                    None => i,
+                };
+                let offset = tensor.offset - graph.tensors[whole].offset;
+                VgView::new(at.address(whole) + offset, &tensor.shape)
+            })
+            .collect();
         let mut repack = RepackPass::of(graph, &at, context)?;
         let mut views;
         let mut compiler = loop {

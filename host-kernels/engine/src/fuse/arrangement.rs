@@ -7,7 +7,7 @@ use vgpu_transport::ir::{Graph, Node, Op};
 
 use super::budget::Budget;
 use super::finder::{Finder, FusionKind, Group};
-use super::{experts, products, rows};
+use super::{divide, experts, products, rows};
 
 /// A graph with its nodes reordered, with the same results, and the groups among them.
 pub struct Arrangement {
@@ -20,6 +20,14 @@ pub struct Arrangement {
     groups: BTreeMap<usize, (FusionKind, usize)>,
     /// For each node, whether it is in a group.
     taken: Vec<bool>,
+}
+
+/// A graph whose long nodes would have too many parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the long nodes of the graph would be divided into more than {limit} in all")]
+pub struct TooManyParts {
+    /// The most nodes.
+    pub limit: usize,
 }
 
 impl Arrangement {
@@ -81,6 +89,74 @@ impl Arrangement {
             true => first + nodes.len(),
             // Other nodes are now before it.
             false => first,
+        }
+    }
+
+    /// Divides nodes into parts that follow each other. `count` returns into how many: 1 for a node
+    /// that stays whole. A group with such a node is no group any more. The tensors of parts are
+    /// appended to those of the graph; returns, for each of them, the index of the tensor that it
+    /// is a range of.
+    ///
+    /// # Errors
+    /// [`TooManyParts`] if the graph would have more than `limit` nodes.
+    pub fn divide(
+        &mut self,
+        count: impl Fn(&Graph, &Node) -> u64,
+        limit: usize,
+    ) -> Result<Vec<usize>, TooManyParts> {
+        let all = 0..self.graph.nodes.len();
+        let counts = all.map(|at| (at, count(&self.graph, &self.graph.nodes[at])));
+        let long: Vec<(usize, u64)> = counts.filter(|&(_, count)| count > 1).collect();
+        let mut parents = Vec::new();
+        if long.is_empty() {
+            return Ok(parents);
+        }
+        self.ungroup(&long);
+        let (nodes, origin) = (
+            std::mem::take(&mut self.graph.nodes),
+            std::mem::take(&mut self.origin),
+        );
+        let taken = std::mem::take(&mut self.taken);
+        let mut long = long.into_iter().peekable();
+        for (at, node) in nodes.into_iter().enumerate() {
+            let count = long
+                .next_if(|&(long, _)| long == at)
+                .map_or(1, |(_, count)| count);
+            let parts = match count {
+                1 => vec![node],
+                count => {
+                    let parts = divide::parts(&self.graph, &node, count);
+                    let added = { parts.iter() }
+                        .map(|part| divide::add(&mut self.graph, &mut parents, part));
+                    added.collect()
+                }
+            };
+            for part in parts {
+                self.graph.nodes.push(part);
+                self.origin.push(origin[at]);
+                self.taken.push(taken[at]);
+            }
+            if self.graph.nodes.len() > limit {
+                return Err(TooManyParts { limit });
+            }
+        }
+        Ok(parents)
+    }
+
+    /// Removes the groups that have one of these nodes.
+    fn ungroup(&mut self, nodes: &[(usize, u64)]) {
+        let mut at = 0;
+        while at < self.graph.nodes.len() {
+            let Some((_, group)) = self.group_at(at) else {
+                at += 1;
+                continue;
+            };
+            let first = nodes.partition_point(|&(node, _)| node < group.start);
+            if nodes.get(first).is_some_and(|&(node, _)| node < group.end) {
+                self.groups.remove(&self.origin[at]);
+                self.taken[group.clone()].fill(false);
+            }
+            at = group.end;
         }
     }
 

@@ -7,6 +7,7 @@
 
 mod arrangement;
 mod budget;
+mod divide;
 mod experts;
 mod finder;
 mod liveness;
@@ -14,6 +15,6 @@ mod products;
 mod rows;
 
 pub use crate::byte_range::ByteRange;
-pub use arrangement::Arrangement;
+pub use arrangement::{Arrangement, TooManyParts};
 pub use finder::FusionKind;
 pub use liveness::{reads, writes};

@@ -1,0 +1,90 @@
+//! Long nodes are divided into launches between which a turn can end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vgpu_check::model::{Model, StepShape, TINY, TINY_EXPERTS};
+use vgpu_cuda::LaunchPolicy;
+use vgpu_engine::{Engine, EngineError, RunStatus, Turn};
+use vgpu_transport::ir::{Limits, validate};
+
+use crate::engine_with;
+use crate::spy::{Spy, launched};
+
+/// One launch after the other, and nodes in parts of at most this time by estimate.
+fn policy(longest: Duration) -> LaunchPolicy {
+    LaunchPolicy {
+        time_slice: Duration::ZERO,
+        longest_launch: longest,
+        min_graph_launches: usize::MAX,
+        ..LaunchPolicy::default()
+    }
+}
+
+/// What a step of a model computes, the number of its launches, and of the turns that it takes if
+/// each is over at once.
+fn step(model: Model, longest: Duration) -> (Vec<f32>, usize, usize) {
+    let built = model.graph(StepShape {
+        tokens: 48,
+        seen: 64,
+    });
+    let device = Arc::new(Spy::running());
+    let engine = engine_with(&device, policy(longest));
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    built.write_inputs(&loaded, 0);
+    device.take_log();
+    let turn = Turn::new();
+    turn.set_end(Some(Duration::ZERO));
+    let mut turns = 1;
+    while plan.launch(&turn).expect("it runs") == RunStatus::Yielded {
+        turns += 1;
+    }
+    plan.wait().expect("it ends");
+    let launches = launched(&device.take_log()).len();
+    (built.read_result(&loaded), launches, turns)
+}
+
+#[test]
+fn turns_end_between_the_parts_of_long_nodes() {
+    for model in [TINY, TINY_EXPERTS] {
+        let (whole, launches, turns) = step(model, Duration::MAX);
+        // Products of this model take up to some hundred nanoseconds by estimate.
+        let (parts, more_launches, more_turns) = step(model, Duration::from_nanos(200));
+        println!("{launches} launches, {turns} turns; {more_launches}, {more_turns}");
+        assert!(more_launches >= launches + 20 && more_turns >= turns + 10);
+        let square = |x: f32| f64::from(x) * f64::from(x);
+        let difference: f64 = { parts.iter().zip(&whole) }
+            .map(|(a, b)| square(a - b))
+            .sum();
+        let all: f64 = whole.iter().map(|&x| square(x)).sum();
+        assert!(all > 0.0 && difference / all < 1e-3, "{}", difference / all);
+    }
+}
+
+#[test]
+fn a_graph_of_too_many_parts_is_refused() {
+    let built = TINY.graph(StepShape {
+        tokens: 48,
+        seen: 64,
+    });
+    let device = Arc::new(Spy::running());
+    let engine = engine_with(&device, policy(Duration::from_nanos(1)));
+    let loaded = built.load(&engine);
+    let size = |buffer: vgpu_transport::ir::BufferId| {
+        let at = built
+            .graph
+            .buffers
+            .iter()
+            .position(|&other| other == buffer)?;
+        Some(loaded.buffers[at].size())
+    };
+    let graph = built.graph.clone();
+    let valid = validate(graph, engine.capabilities(), &Limits::default(), size).expect("valid");
+    let refused = engine.compile(&valid, &loaded.buffers, &|| false);
+    let Err(EngineError::Unsupported { why, .. }) = refused.map(|_| ()) else {
+        panic!("it was compiled");
+    };
+    let limit = 2 * built.graph.nodes.len() + 128;
+    assert!(why.contains(&format!("more than {limit} in all")), "{why}");
+}
