@@ -432,7 +432,7 @@ mod tests {
     #[test]
     fn connections_without_a_session_make_later_ones_of_their_origin_wait() {
         let mut arrivals = Arrivals::new();
-        let mut end = |arrivals: &mut Arrivals, origin, count| {
+        let end = |arrivals: &mut Arrivals, origin, count| {
             for _ in 0..count {
                 let (mut ticket, _far) = arrivals.arrive(origin);
                 ticket.as_mut().expect("room").has_worker();
