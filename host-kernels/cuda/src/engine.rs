@@ -15,6 +15,7 @@ use crate::cpu_fallback::CpuFallback;
 use crate::device::Device;
 use crate::kernel_set::KernelSet;
 use crate::launch::policy::LaunchPolicy;
+use crate::launch::policy::SPEED;
 use crate::memory::CudaMemory;
 use crate::plan::{CudaPlan, compile_bytes};
 use crate::source::SM_90A;
@@ -190,13 +191,6 @@ impl CudaEngine {
         }
     }
 }
-
-/// A small part of what a GPU of compute capability 8.0 does: most kernels are not tuned.
-pub(crate) const SPEED: Speed = Speed {
-    products: 1e12,
-    steps: 2e10,
-    bytes: 2e11,
-};
 
 impl Engine for CudaEngine {
     fn name(&self) -> &str {

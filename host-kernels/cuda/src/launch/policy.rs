@@ -2,6 +2,15 @@
 
 use std::time::Duration;
 
+use vgpu_engine::work::Speed;
+
+/// A small part of what a GPU of compute capability 8.0 does: most kernels are not tuned.
+pub(crate) const SPEED: Speed = Speed {
+    products: 1e12,
+    steps: 2e10,
+    bytes: 2e11,
+};
+
 /// How a plan hands launches to the device.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchPolicy {

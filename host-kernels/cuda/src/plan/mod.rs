@@ -14,8 +14,8 @@ use vgpu_transport::ir::{Graph, GraphCounts, Node};
 
 use crate::context::{DeviceGuard, ExecutionContext};
 use crate::cpu_fallback::CpuFallback;
-use crate::engine::SPEED;
 use crate::graph_exec::{Failure, LaunchSequence};
+use crate::launch::policy::SPEED;
 use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
