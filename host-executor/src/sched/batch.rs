@@ -7,7 +7,7 @@
 //!
 //! **Who waits for whom.** After a batch, its programs usually return at once with their next
 //! graphs. The first of them waits for the others, so that they run together again, at most a
-//! [part](WAIT_PART) of the time that the batch took, only while no other graph waits, and not for
+//! [part](super::offers::WAIT_PART) of the time that the batch took, only while no other graph waits, and not for
 //! a program that was slower than that the last time. A graph that only graphs with the same
 //! products wait for keeps the device until it is done: they can run with its next graph, and in
 //! the middle of this one they could not.
@@ -19,9 +19,9 @@ use std::time::Duration;
 
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
-use super::offers::{Last, Offer, Outcome, WAIT_PART, part};
+use super::offers::{Offer, Outcome, part};
 use super::queue::{Entitlement, TenantId, Ticket};
-use super::scheduler::{DeviceState, RunState, Scheduler, TurnEvent};
+use super::scheduler::{Alone, DeviceGuard, DeviceState, InFlight, RunState, Scheduler, TurnEvent};
 use super::times::Times;
 use crate::lock::expect_unlocked;
 
@@ -113,7 +113,17 @@ impl Scheduler {
                         own: (ticket, Some(own)),
                         others,
                     };
-                    batch.run(engine, &mut is_cancelled)
+                    match batch.run(engine, &mut is_cancelled) {
+                        Ran::Ended(turn, ended) => (turn, ended),
+                        Ran::InFlight(guard, queued, own) => {
+                            give_back(plan, Some(own));
+                            return RunState::InFlight(InFlight {
+                                guard,
+                                queued,
+                                times,
+                            });
+                        }
+                    }
                 }
                 Wakeup::RanWithAnother(outcome) => {
                     observe(TurnEvent::Begins);
@@ -240,6 +250,14 @@ enum Ended {
     Done(Option<Box<dyn Plan>>, Result<(), RunError>),
 }
 
+/// What has become of the plan of this thread in its turn.
+enum Ran {
+    /// The times of the turn, and why the run is over, if it is.
+    Ended(Times, Option<Ended>),
+    /// The device executes the rest of the plan, which had waited so long for the turn.
+    InFlight(DeviceGuard, Duration, Box<dyn Plan>),
+}
+
 /// A batch that has the device. Dropping it hands the device over, also while a panic in the engine
 /// unwinds.
 struct Batch<'a> {
@@ -251,13 +269,8 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Runs the plans for a turn. Returns the times of the own plan, and why its run is over, if it
-    /// is.
-    fn run(
-        mut self,
-        engine: &dyn Engine,
-        is_cancelled: &mut dyn FnMut() -> bool,
-    ) -> (Times, Option<Ended>) {
+    /// Runs the plans for a turn.
+    fn run(mut self, engine: &dyn Engine, is_cancelled: &mut dyn FnMut() -> bool) -> Ran {
         expect_unlocked("Plan::launch");
         let turn = &self.scheduler.turn;
         let offers = { self.others.iter_mut() }.map(|(_, offer)| offer);
@@ -270,6 +283,12 @@ impl Batch<'_> {
             plans => engine.launch_batch(plans, turn),
         };
         assert_eq!(outcomes.len(), plans.len(), "an outcome for each plan");
+        if outcomes == [Ok(RunStatus::InFlight)] {
+            drop(plans);
+            let own = { self.own.1.take() }.expect("the plan of this thread");
+            let queued = self.start.saturating_sub(own.since);
+            return Ran::InFlight(self.guard(&own), queued, own.plan);
+        }
         let mut outcomes: Vec<Result<RunStatus, RunError>> = outcomes
             .into_iter()
             .zip(plans)
@@ -289,7 +308,23 @@ impl Batch<'_> {
             Ok(_) => Some(Ended::Done(plan, Ok(()))),
             Err(error) => Some(Ended::Done(plan, Err(error))),
         };
-        (turn, ended)
+        Ran::Ended(turn, ended)
+    }
+
+    /// The possession of the device for a plan that has it alone, until its results are there.
+    fn guard(&self, own: &Offer) -> DeviceGuard {
+        DeviceGuard {
+            scheduler: Arc::clone(self.scheduler),
+            tenant: own.tenant,
+            ticket: self.own.0,
+            start: self.start,
+            is_done: true,
+            alone: Some(Alone {
+                program: own.program,
+                products: own.key.products,
+                took: own.took,
+            }),
+        }
     }
 
     /// Ends the turn, hands the plans of the others back, and the device over. Returns the times
@@ -446,17 +481,7 @@ impl<'a> Ending<'a> {
     /// Hands the device over.
     fn finish(self, turn: &Turn, now: Duration) {
         let DeviceState { batches, .. } = &mut *self.state;
-        batches.others.clear();
-        batches.products = None;
-        if !self.absent.is_empty() {
-            let last = Last {
-                products: self.products,
-                ended: now,
-                limit: self.took / WAIT_PART,
-                absent: self.absent,
-            };
-            batches.ended(last, now);
-        }
+        batches.end(self.products, self.absent, (self.took, now));
         self.state.hand_over(turn);
     }
 }

@@ -552,3 +552,65 @@ fn turns_are_short_as_soon_as_a_graph_of_another_kind_waits() {
         assert!(is_short(others), "{others:?}");
     }
 }
+
+/// A plan that leaves its work in flight.
+struct Leaves(Arc<AtomicBool>);
+
+impl Plan for Leaves {
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
+        self.0.store(true, Ordering::Relaxed);
+        Ok(RunStatus::InFlight)
+    }
+
+    fn wait(&mut self) -> Result<(), RunError> {
+        self.0.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn plan_bytes(&self) -> u64 {
+        0
+    }
+
+    fn batch_key(&self) -> Option<BatchKey> {
+        Some(BatchKey {
+            products: 1,
+            position: (0, 0),
+        })
+    }
+}
+
+/// A session that is alone enqueues a copy behind its graph, and waits once for both.
+#[test]
+fn plan_that_has_the_device_alone_is_left_in_flight() {
+    let scheduler = Arc::new(Scheduler::default());
+    let engine = BatchEngine::new();
+    let is_in_flight = Arc::new(AtomicBool::new(false));
+    for _ in 0..3 {
+        let mut plan: Box<dyn Plan> = Box::new(Leaves(Arc::clone(&is_in_flight)));
+        let batchable = Batchable {
+            engine: &engine,
+            plan: &mut plan,
+            program: 7,
+            is_allowed: true,
+        };
+        let (tenant, mut events) = (TenantId(1), 0);
+        let observe = |_| events += 1;
+        let state = scheduler.run_batchable(tenant, ENTITLEMENT, batchable, observe, || false);
+        let RunState::InFlight(run) = state else {
+            panic!("the plan was waited for");
+        };
+        assert!(is_in_flight.load(Ordering::Relaxed) && scheduler.lock().holder.is_some());
+        let (outcome, times) = run.wait(&mut *plan, |_| ());
+        assert_eq!(
+            (outcome, times.turns, times.members, events),
+            (Ok(()), 1, 1, 2)
+        );
+        assert!(!is_in_flight.load(Ordering::Relaxed));
+        // Others that return wait for the program, as after a batch.
+        let state = scheduler.lock();
+        assert!(state.holder.is_none() && state.batches.offers.is_empty());
+        let last = state.batches.last.as_ref().expect("a turn has ended");
+        assert_eq!((last.products, last.absent.contains(&7)), (1, true));
+    }
+    assert!(engine.sizes().is_empty());
+}

@@ -136,6 +136,27 @@ impl Batches {
         waits.then_some((ticket, until))
     }
 
+    /// The turn of a batch is over. The runs of the `absent` programs have ended; the longest took
+    /// so long.
+    pub(super) fn end(
+        &mut self,
+        products: u64,
+        absent: BTreeSet<u64>,
+        (took, now): (Duration, Duration),
+    ) {
+        self.others.clear();
+        self.products = None;
+        if !absent.is_empty() {
+            let last = Last {
+                products,
+                ended: now,
+                limit: took / WAIT_PART,
+                absent,
+            };
+            self.ended(last, now);
+        }
+    }
+
     /// A batch has ended. Programs of the last one that are still absent, although they were waited
     /// for, are slow.
     pub(super) fn ended(&mut self, last: Last, now: Duration) {

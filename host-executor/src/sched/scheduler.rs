@@ -91,11 +91,11 @@ pub(crate) enum RunState {
 /// ended.
 #[must_use]
 pub(crate) struct InFlight {
-    guard: DeviceGuard,
+    pub(super) guard: DeviceGuard,
     /// Waiting time of the last turn.
-    queued: Duration,
+    pub(super) queued: Duration,
     /// Times of the earlier turns.
-    times: Times,
+    pub(super) times: Times,
 }
 
 impl InFlight {
@@ -275,6 +275,7 @@ impl Scheduler {
             ticket,
             start: self.turn.now(),
             is_done: true,
+            alone: None,
         }
     }
 
@@ -363,12 +364,22 @@ impl DeviceState {
 
 /// Possession of the device. Dropping this hands the device over, also while a panic in the engine
 /// unwinds.
-struct DeviceGuard {
-    scheduler: Arc<Scheduler>,
-    tenant: TenantId,
-    ticket: Ticket,
-    start: Duration,
-    is_done: bool,
+pub(super) struct DeviceGuard {
+    pub(super) scheduler: Arc<Scheduler>,
+    pub(super) tenant: TenantId,
+    pub(super) ticket: Ticket,
+    pub(super) start: Duration,
+    pub(super) is_done: bool,
+    /// Of a graph that could have run with others.
+    pub(super) alone: Option<Alone>,
+}
+
+/// A graph that could have run in a batch, and has the device alone.
+pub(super) struct Alone {
+    pub(super) program: u64,
+    pub(super) products: u64,
+    /// How long its earlier turns have taken.
+    pub(super) took: Duration,
 }
 
 impl DeviceGuard {
@@ -395,6 +406,12 @@ impl Drop for DeviceGuard {
         state
             .queue
             .used(self.tenant, self.ticket, took, self.is_done, now);
+        if let Some(alone) = self.alone.take() {
+            let took = alone.took + now.saturating_sub(self.start);
+            state
+                .batches
+                .end(alone.products, [alone.program].into(), (took, now));
+        }
         state.hand_over(turn);
     }
 }

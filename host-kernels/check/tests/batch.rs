@@ -1,14 +1,15 @@
 //! Plans that run as a batch compute what each computes alone, bit for bit.
 
+#[path = "common/guests.rs"]
+mod guests;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 use vgpu_check::Random;
-use vgpu_check::model::{
-    Built, Loaded, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS,
-};
+use vgpu_check::model::{Model, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cpu::CpuEngine;
 use vgpu_cpu::formats::Format;
 use vgpu_cpu::gemm::MatmulKernel;
@@ -17,102 +18,7 @@ use vgpu_transport::ir::{
     BufferId, GluKind, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
 };
 
-/// Cache positions that a step sees.
-const SEEN: u64 = 32;
-
-/// A model whose matrices have whole blocks of every type.
-fn model(base: Model, weights: Type) -> Model {
-    Model {
-        weights,
-        width: 256,
-        inner: 512,
-        vocabulary: 320,
-        heads: 4,
-        key_heads: 2,
-        head: 64,
-        ..base
-    }
-}
-
-/// A guest with a sequence of its own.
-struct Guest {
-    built: Built,
-    loaded: Loaded,
-    plan: Box<dyn Plan>,
-    position: u64,
-}
-
-impl Guest {
-    /// Guests that share the weights of a model. Each has got to another position.
-    fn some(engine: &dyn Engine, model: Model, tokens: u64, count: usize) -> Vec<Guest> {
-        Guest::with_tokens(engine, model, &vec![tokens; count])
-    }
-
-    /// Guests that bring as many tokens each.
-    fn with_tokens(engine: &dyn Engine, model: Model, tokens: &[u64]) -> Vec<Guest> {
-        let step = |i: usize| StepShape {
-            tokens: tokens[i],
-            // Caches of other lengths have graphs of their own.
-            seen: if i % 3 == 2 { SEEN } else { SEEN - 8 },
-        };
-        let largest = StepShape {
-            tokens: tokens.iter().copied().max().unwrap_or(1),
-            seen: SEEN,
-        };
-        let loaded = model.graph(largest).load_shared(engine, tokens.len());
-        let guests = loaded.into_iter().enumerate();
-        guests
-            .map(|(i, loaded)| {
-                let built = model.graph(step(i));
-                let plan = built.compile(engine, &loaded);
-                Guest {
-                    built,
-                    loaded,
-                    plan,
-                    position: i as u64 % 5,
-                }
-            })
-            .collect()
-    }
-
-    fn write_inputs(&self) {
-        self.built.write_inputs(&self.loaded, self.position);
-    }
-
-    /// The bits of the logits.
-    fn result(&self) -> Vec<u32> {
-        let logits = self.built.read_result(&self.loaded);
-        assert!(logits.iter().any(|&x| x != 0.0), "nothing was computed");
-        logits.into_iter().map(f32::to_bits).collect()
-    }
-
-    /// What the guest computes alone.
-    fn alone(&mut self) -> Vec<u32> {
-        self.write_inputs();
-        self.plan.run().expect("it runs");
-        self.result()
-    }
-}
-
-/// Launches plans of these guests together.
-fn launch(
-    engine: &dyn Engine,
-    guests: &mut [Guest],
-    which: &[usize],
-    turn: &Turn,
-) -> Vec<Result<RunStatus, RunError>> {
-    let mut plans: Vec<&mut dyn Plan> = Vec::new();
-    for (i, guest) in guests.iter_mut().enumerate() {
-        if which.contains(&i) {
-            plans.push(&mut *guest.plan);
-        }
-    }
-    engine.launch_batch(&mut plans, turn)
-}
-
-fn all(guests: &[Guest]) -> Vec<usize> {
-    (0..guests.len()).collect()
-}
+use guests::{Guest, all, launch, model};
 
 #[test]
 fn guests_compute_together_what_each_computes_alone() {

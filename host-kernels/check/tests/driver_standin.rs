@@ -1,15 +1,24 @@
 //! The CUDA engine on a driver: the stand-in, which keeps the rules of NVIDIA's.
 
+#[allow(dead_code)] // `batch` and `cuda` use all of it
+#[path = "common/guests.rs"]
+mod guests;
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+use vgpu_check::model::{Model, TINY_BIASES};
 use vgpu_check::{Selection, planned_cases};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::gpu::Gpu;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_driver_standin::{in_process, set_faults};
-use vgpu_engine::{Engine as _, EngineError, Extent, Memory};
+use vgpu_engine::{Engine as _, EngineError, Extent, Memory, RunError, RunStatus, Turn};
+use vgpu_transport::ir::Type;
+
+use guests::{Guest, all, launch, model};
 
 /// Few blocks, of which some are uneven.
 const SMS: (&str, &str) = ("VGPU_STANDIN_SMS", "3");
@@ -342,5 +351,89 @@ fn weights_are_shared_and_calls_that_fail_change_nothing_of_others() {
         }
         share(&engine, &extent).expect("memory");
         assert!(errors > 2 && works > 2, "{errors} errors, {works} without");
+    });
+}
+
+/// Guests of a model of one layer, and what each computes alone.
+fn guests(engine: &CudaEngine) -> (Vec<Guest>, Vec<Vec<u32>>) {
+    let model = Model {
+        layers: 1,
+        ..model(TINY_BIASES, Type::Q4K)
+    };
+    let mut guests = Guest::some(engine, model, 1, 3);
+    let expected = guests.iter_mut().map(Guest::alone).collect();
+    (guests, expected)
+}
+
+/// Runs all guests as a batch. Returns how many have failed; the others have the right results.
+fn run_together(engine: &CudaEngine, guests: &mut [Guest], expected: &[Vec<u32>]) -> usize {
+    let which = all(guests);
+    let outcomes = launch(engine, guests, &which, &Turn::new());
+    let mut failed = 0;
+    for ((guest, expected), outcome) in guests.iter().zip(expected).zip(outcomes) {
+        match outcome {
+            Ok(RunStatus::Done) => assert!(guest.result() == *expected),
+            Err(RunError::Kernel { .. }) => failed += 1,
+            other => panic!("{other:?}"),
+        }
+    }
+    failed
+}
+
+/// Writes the inputs of all guests; they are in the memory of the device.
+fn write_inputs(guests: &[Guest]) {
+    for guest in guests {
+        guest.write_inputs();
+    }
+    for guest in guests {
+        guest.built.read_result(&guest.loaded);
+    }
+}
+
+#[test]
+fn batches_run_as_launches_and_as_graphs_of_the_driver() {
+    let name = "batches_run_as_launches_and_as_graphs_of_the_driver";
+    for device in ["L4", "H100"] {
+        in_process(name, &[SMS, ("VGPU_STANDIN_DEVICES", device)], || {
+            let engine = engine().expect("an engine");
+            let (mut guests, expected) = guests(&engine);
+            for _ in 0..3 {
+                write_inputs(&guests);
+                assert_eq!(run_together(&engine, &mut guests, &expected), 0);
+            }
+            // Launches take the place of a graph that the driver refuses.
+            write_inputs(&guests);
+            set_faults("cuGraphLaunch:1:OUT_OF_MEMORY");
+            assert_eq!(run_together(&engine, &mut guests, &expected), 0);
+        });
+    }
+}
+
+/// The driver refuses one launch: of a member, which fails alone, or a joint one, whose products
+/// each member then launches itself.
+#[test]
+fn a_launch_that_the_driver_refuses_fails_no_more_than_its_member() {
+    let name = "a_launch_that_the_driver_refuses_fails_no_more_than_its_member";
+    in_process(name, &[SMS], || {
+        let engine = device(LaunchPolicy {
+            graph_threshold: Duration::ZERO,
+            ..LaunchPolicy::default()
+        });
+        let engine = engine.expect("an engine");
+        let (mut members, mut joint) = (0, 0);
+        for nth in (1..40).step_by(2) {
+            let (mut guests, expected) = guests(&engine);
+            write_inputs(&guests);
+            set_faults(&format!("cuLaunchKernel:{nth}:OUT_OF_MEMORY"));
+            match run_together(&engine, &mut guests, &expected) {
+                0 => joint += 1,
+                1 => members += 1,
+                failed => panic!("{failed} members have failed"),
+            }
+            set_faults("");
+            write_inputs(&guests);
+            assert_eq!(run_together(&engine, &mut guests, &expected), 0);
+        }
+        assert!(members > 5 && joint > 1, "{members}, {joint}");
     });
 }

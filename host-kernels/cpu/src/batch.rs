@@ -7,61 +7,18 @@
 //! products, in the same phases, and about as much work of their own: their *key*. The numbers of
 //! their tokens may differ.
 
-use std::collections::{HashMap, HashSet};
-use std::mem::size_of;
-use std::sync::{Arc, Mutex, Weak};
+use std::collections::HashSet;
+use std::sync::Arc;
 
-use vgpu_transport::lock::lock;
+use vgpu_engine::BatchGroup;
 
 use crate::barrier_schedule::Phase;
 
 /// The most plans of a batch.
 pub(crate) const MAX_BATCH: usize = 16;
 
-/// The plans with one key.
-#[derive(Debug)]
-pub(crate) struct BatchGroup {
-    /// The number of the key, which no other key of the runner has.
-    pub(crate) number: u64,
-    key: Box<[u64]>,
-    table: Weak<Mutex<Table>>,
-}
-
-impl BatchGroup {
-    /// Bytes of host memory of the key and of its entry in the table.
-    pub(crate) fn bytes(&self) -> usize {
-        2 * size_of_val(&*self.key) + size_of::<BatchGroup>() + ENTRY_BYTES
-    }
-}
-
-impl Drop for BatchGroup {
-    /// Removes the entry, which nobody is charged for any more.
-    fn drop(&mut self) {
-        let Some(table) = self.table.upgrade() else {
-            return;
-        };
-        let mut table = lock(&table);
-        // A plan may have been compiled meanwhile, and made a group of its own.
-        if { table.entries.get(&self.key) }.is_some_and(|group| group.strong_count() == 0) {
-            table.entries.remove(&self.key);
-            let room = 2 * table.entries.len();
-            table.entries.shrink_to(room);
-        }
-    }
-}
-
-/// Bytes of an entry of the table besides its key, and what the allocator adds.
-const ENTRY_BYTES: usize = 128;
-
 /// The keys of the plans of a runner.
-#[derive(Debug, Default)]
-pub(crate) struct BatchKeys(Arc<Mutex<Table>>);
-
-#[derive(Debug, Default)]
-struct Table {
-    entries: HashMap<Box<[u64]>, Weak<BatchGroup>>,
-    numbers: u64,
-}
+pub(crate) type BatchKeys = vgpu_engine::BatchKeys;
 
 /// What a plan brings into a batch.
 #[derive(Debug)]
@@ -71,10 +28,10 @@ pub(crate) struct Membership {
     pub(crate) work: u64,
 }
 
-impl BatchKeys {
-    /// The plans with the key of these phases; `None` if none of them is a product that plans can
-    /// run together.
-    pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
+impl Membership {
+    /// The membership of a plan with these phases; `None` if none of them is a product that plans
+    /// can run together.
+    pub(crate) fn of(keys: &BatchKeys, phases: &[Phase]) -> Option<Membership> {
         let mut key = vec![phases.len() as u64, 0];
         let (mut joint, mut own) = (0u64, 0u64);
         // Each kernel of a node has the work of the whole node, which counts once.
@@ -107,19 +64,10 @@ impl BatchKeys {
         // magnitude, relative to its products, or no more than four times as much as these.
         key[1] = u64::from((own / joint.max(1)).max(1).ilog2() / 2);
         let work = own.saturating_add(joint).max(1);
-        let key = key.into_boxed_slice();
-        let mut table = lock(&self.0);
-        if let Some(group) = table.entries.get(&key).and_then(Weak::upgrade) {
-            return Some(Membership { group, work });
-        }
-        table.numbers += 1;
-        let group = Arc::new(BatchGroup {
-            number: table.numbers,
-            key: key.clone(),
-            table: Arc::downgrade(&self.0),
-        });
-        table.entries.insert(key, Arc::downgrade(&group));
-        Some(Membership { group, work })
+        Some(Membership {
+            group: keys.group(key.into_boxed_slice()),
+            work,
+        })
     }
 }
 
@@ -166,19 +114,11 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_in_memory_as_long_as_a_plan_has_it() {
+    fn plans_without_joint_products_have_no_key() {
         let keys = BatchKeys::default();
-        let len = || lock(&keys.0).entries.len();
-        let groups: Vec<_> = (0..1000).map(|i| group_of(&keys, &phases(1, i))).collect();
-        let again = group_of(&keys, &phases(1, 7));
-        assert_eq!(again.number, groups[7].number);
-        assert_eq!(len(), 1000);
-        drop(groups);
-        assert_eq!(len(), 1, "the one that is still there");
-        drop(again);
-        assert_eq!(len(), 0);
-        assert!(lock(&keys.0).entries.capacity() < 100);
-        assert!(keys.membership(&phases(1, 0)[..1]).is_none(), "no product");
+        let number = |product| group_of(&keys, &phases(1, product)).number;
+        assert_ne!(number(6), number(7));
+        assert!(Membership::of(&keys, &phases(1, 0)[..1]).is_none());
     }
 
     #[test]
@@ -196,16 +136,16 @@ mod tests {
         let [own, product] = phases(70, 1);
         let [again, _] = phases(70, 1);
         let all = [own, again, product];
-        let membership = keys.membership(&all).expect("a product");
+        let membership = Membership::of(&keys, &all).expect("a product");
         assert_eq!(membership.work, 1070);
     }
 
     #[test]
     fn plans_with_several_columns_have_one_key_for_any_number() {
         let keys = BatchKeys::default();
-        let one = keys.membership(&phases_of(10, 1, 2)).expect("a product");
+        let one = Membership::of(&keys, &phases_of(10, 1, 2)).expect("a product");
         for columns in 3..32 {
-            let other = { keys.membership(&phases_of(100, 1, columns)) }.expect("a product");
+            let other = Membership::of(&keys, &phases_of(100, 1, columns)).expect("a product");
             assert_eq!(one.group.number, other.group.number, "{columns} columns");
             assert_eq!(other.work, 100 + 1000 * columns as u64);
         }
@@ -214,6 +154,6 @@ mod tests {
     }
 
     fn group_of(keys: &BatchKeys, phases: &[Phase]) -> Arc<BatchGroup> {
-        keys.membership(phases).expect("a product").group
+        Membership::of(keys, phases).expect("a product").group
     }
 }

@@ -201,6 +201,7 @@ DEVICE u32 prmt_or_0(u32 a, u32 b, u32 selector) {
 DEVICE u32 opaque(u32 x) { return x; }
 template <class T> DEVICE T* opaque_shared(T* at) { return at; }
 DEVICE const u8* opaque_global(const u8* at) { return at; }
+DEVICE const u8* global_at(u64 address) { return reinterpret_cast<const u8*>(address); }
 #else
 DEVICE u32 opaque(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x); }
 template <class T> DEVICE T* opaque_shared(T* at) {
@@ -211,6 +212,10 @@ DEVICE const u8* opaque_global(const u8* at) {
     u64 global = __cvta_generic_to_global(at);
     u64 low = opaque(static_cast<u32>(global)), high = opaque(static_cast<u32>(global >> 32));
     return static_cast<const u8*>(__cvta_global_to_generic(high << 32 | low));
+}
+// The byte at an address of device memory.
+DEVICE const u8* global_at(u64 address) {
+    return static_cast<const u8*>(__cvta_global_to_generic(address));
 }
 #endif
 

@@ -15,6 +15,10 @@
 //
 // Several matrices with the same activations share a launch: their pairs of rows are counted
 // through.
+//
+// A joint launch multiplies the same weights with columns of several plans, each column at
+// addresses of its own. A column gets the sums that it gets in a launch of its own plan: the order
+// of sums depends on the lengths of a row and on `splits_rows`, not on the number of columns.
 #pragma once
 #include "vec_dot_q8.cuh"
 #include "activation_fns.cuh"
@@ -52,6 +56,7 @@ template <int COLUMNS> struct Accumulators {
 struct LaneContext {
     int row, chunk;
     const u8 *quants, *scales;
+    u32 quants_at, scales_at; // joint launches: the lane's offset in a tile of a column
     int width, blocks; // elements of a row; blocks of 32 from the lane's first one
     u32 tiles;
 };
@@ -76,6 +81,7 @@ DEVICE constexpr int stages_of(int type) {
 // Which vectors a block multiplies: that of a slot of a token with experts, else MAX_COLUMNS
 // columns of a batch, from column MAX_COLUMNS * slot on.
 struct BatchIndex {
+    static constexpr bool IS_JOINT = false;
     bool by_expert;
     i64 i1, i2, i3, expert;
     int columns;
@@ -130,10 +136,12 @@ struct BatchIndex {
         }
         return address(it.w, Index{{0, 0, at2, at3}});
     }
-    DEVICE float* result(const VgProduct& it, i64 row, int column) const {
+    DEVICE float* result(const VgMmvParams& p, u32 product, i64 row, int column) const {
+        const VgProduct& it = p.products[product];
         return reinterpret_cast<float*>(address(it.dst, Index{{row, i1 + column, i2, i3}}));
     }
-    DEVICE float added(const VgProduct& it, i64 row, int column) const {
+    DEVICE float added(const VgMmvParams& p, u32 product, i64 row, int column) const {
+        const VgProduct& it = p.products[product];
         if (!it.add.data) {
             return 0.0f;
         }
@@ -144,6 +152,48 @@ struct BatchIndex {
                                    : 0,
                      v.ne[2] > 1 ? i2 : 0, v.ne[3] > 1 ? i3 : 0}};
         return *reinterpret_cast<const float*>(address(v, at));
+    }
+};
+
+// The columns of a block of a joint launch.
+struct JointIndex : BatchIndex {
+    static constexpr bool IS_JOINT = true;
+    const VgMmvColumn* table; // in shared memory
+
+    // Sets the columns, whose addresses the block copies to `shared`. They are there when the
+    // threads of the block have met.
+    DEVICE void place(const VgMmvJointParams& p, VgMmvColumn* shared) {
+        by_expert = false, i1 = i2 = i3 = expert = column = x_row = 0;
+        int first = static_cast<int>(blockIdx.y) * MAX_COLUMNS,
+            left = static_cast<int>(p.columns) - first;
+        columns = left < MAX_COLUMNS ? left : MAX_COLUMNS;
+        const u64* from = reinterpret_cast<const u64*>(p.column + first);
+        u64* to = reinterpret_cast<u64*>(shared);
+        int words = columns * static_cast<int>(sizeof(VgMmvColumn) / sizeof(u64));
+        for (int i = threadIdx.x; i < words; i += MMV_WARPS * WARP) {
+            to[i] = from[i];
+        }
+        table = shared;
+    }
+
+    DEVICE float* result(const VgMmvParams& p, u32 product, i64 row, int column) const {
+        u64 start = table[column].dst[product];
+        return reinterpret_cast<float*>(start + row * p.products[product].dst.nb[0]);
+    }
+    DEVICE float added(const VgMmvParams& p, u32 product, i64 row, int column) const {
+        u64 start = table[column].add[product];
+        if (!start) {
+            return 0.0f;
+        }
+        return *reinterpret_cast<const float*>(start + row * p.products[product].add.nb[0]);
+    }
+    // The words of an address: NVRTC 12.9 does not end if it is read whole.
+    DEVICE const u8* row_of(int column) const {
+        int4 words = load_int4(reinterpret_cast<const u8*>(table + column));
+        return start_at(words.x, words.y);
+    }
+    DEVICE static const u8* start_at(int low, int high) {
+        return global_at(static_cast<u64>(static_cast<u32>(high)) << 32 | static_cast<u32>(low));
     }
 };
 
@@ -286,14 +336,28 @@ DEVICE LaneContext lane_context(const VgMmvParams& p, const BatchIndex& batch, i
     return own;
 }
 
+DEVICE LaneContext lane_context(const VgMmvParams& p, const JointIndex& batch, int width,
+                                bool are_adjacent, int lane) {
+    const BatchIndex& base = batch;
+    LaneContext own = lane_context(p, base, width, are_adjacent, lane);
+    int chunk = are_adjacent ? own.chunk : own.chunk / 2;
+    int second = are_adjacent ? 0 : own.chunk % 2;
+    own.quants_at = opaque(static_cast<u32>(chunk * 16 + second * (Q8_TILE / 2)));
+    own.scales_at = opaque(static_cast<u32>(chunk * 16 + second * 4));
+    return own;
+}
+
 // Multiplies a tile of two rows of floats, which are `stage_bytes` apart from `rows` on. The whole
 // warp calls it.
-template <int TYPE, int COLUMNS>
-DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& batch, const u8* rows, int tile,
+template <int TYPE, int COLUMNS, class Batch>
+DEVICE void dot_floats(const VgMmvParams& p, const Batch& batch, const u8* rows, int tile,
                        const LaneContext& own, int lane, Accumulators<COLUMNS>& sums) {
     constexpr TypeTraits SIZE = type_traits(TYPE);
     constexpr int TILE = tile_elements(TYPE), STAGE_BYTES = stage_bytes(TYPE);
-    const u8* x = address(p.x, Index{{0, batch.x_row, batch.i2, batch.i3}});
+    const u8* x = nullptr;
+    if constexpr (!Batch::IS_JOINT) {
+        x = address(p.x, Index{{0, batch.x_row, batch.i2, batch.i3}});
+    }
     constexpr int EACH = 16 / SIZE.bytes;
     UNROLL
     for (int i = 0; i < TILE / EACH / WARP; i++) {
@@ -310,6 +374,9 @@ DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& batch, const u8* 
             for (int c = 0; c < COLUMNS; c++) {
                 if (c == 0 || c < batch.columns) {
                     const u8* from = x + c * p.x.nb[1] + 4 * static_cast<i64>(element);
+                    if constexpr (Batch::IS_JOINT) {
+                        from = batch.row_of(c) + 4 * static_cast<i64>(element);
+                    }
                     float activations[EACH];
                     UNROLL
                     for (int j = 0; j < EACH / 4; j++) {
@@ -330,10 +397,19 @@ DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& batch, const u8* 
 
 // The activations of a lane for tile `tile` of column `column`.
 template <int TYPE>
-DEVICE Activations<TYPE> activations_of(const LaneContext& own, int column, int tile) {
+DEVICE Activations<TYPE> activations_of(const BatchIndex&, const LaneContext& own, int column,
+                                        int tile) {
     u32 number = column * own.tiles + static_cast<u32>(tile);
     return {own.quants + static_cast<u64>(number) * Q8_TILE,
             own.scales + static_cast<u64>(number) * Q8_TILE_SCALES, own.chunk};
+}
+template <int TYPE>
+DEVICE Activations<TYPE> activations_of(const JointIndex& batch, const LaneContext& own, int column,
+                                        int tile) {
+    int4 both = load_int4(reinterpret_cast<const u8*>(batch.table + column));
+    u32 number = static_cast<u32>(tile);
+    return {batch.start_at(both.x, both.y) + (number * Q8_TILE + own.quants_at),
+            batch.start_at(both.z, both.w) + (number * Q8_TILE_SCALES + own.scales_at), own.chunk};
 }
 
 // Multiplies a lane's part of a tile of its own row, at `at`, with one column. Blocks behind the
@@ -365,8 +441,8 @@ DEVICE void dot_quants_1(const VgCodebooks* grids, const RowPtr& at, int tile,
 
 // Multiplies a lane's part of a tile of its own row, at `at`. Blocks behind the end of a row are
 // computed and discarded.
-template <int TYPE, int COLUMNS>
-DEVICE void dot_quants(const BatchIndex& batch, const VgCodebooks* grids, const RowPtr& at,
+template <int TYPE, int COLUMNS, class Batch>
+DEVICE void dot_quants(const Batch& batch, const VgCodebooks* grids, const RowPtr& at,
                        int tile, const LaneContext& own, const LaneOffsets& lane_offsets,
                        Accumulators<COLUMNS>& sums) {
     constexpr int BLOCKS = Q8_TILE / 32;
@@ -384,7 +460,7 @@ DEVICE void dot_quants(const BatchIndex& batch, const VgCodebooks* grids, const 
         UNROLL
         for (int c = 0; c < COLUMNS; c++) {
             if (c == 0 || c < batch.columns) {
-                Activations<TYPE> x = activations_of<TYPE>(own, c, tile);
+                Activations<TYPE> x = activations_of<TYPE>(batch, own, c, tile);
                 if (s == 0 || COLUMNS > 1) {
                     x.factors(factor[c], sum[c]);
                 }
@@ -427,8 +503,8 @@ template <int TYPE> DEVICE u32 low_bits(const RowPtr& at) {
 // Multiplies a tile: of two rows of floats, `stage_bytes` apart from `rows` on; or of the lane's
 // own quantised row at `rows`. `start` has the low bits of the row's address in memory
 // (`low_bits`).
-template <int TYPE, int COLUMNS>
-DEVICE void dot_tile(const VgMmvParams& p, const BatchIndex& batch, const VgCodebooks* grids,
+template <int TYPE, int COLUMNS, class Batch>
+DEVICE void dot_tile(const VgMmvParams& p, const Batch& batch, const VgCodebooks* grids,
                      const u8* rows, u32 start, int tile, const LaneContext& own,
                      const LaneOffsets& lane_offsets, int lane, Accumulators<COLUMNS>& sums) {
     if constexpr (is_float(TYPE)) {
@@ -464,26 +540,26 @@ DEVICE float reduce_pair(int lane, Accumulators<COLUMNS>& sums, bool has_both) {
 }
 
 // Stores the sums of a pair, distributed as by `reduce_pair`, with bias and gated unit.
-DEVICE void store_sums(const VgMmvParams& p, const BatchIndex& batch, i64 pair, int lane,
-                       float own) {
+template <class Batch>
+DEVICE void store_sums(const VgMmvParams& p, const Batch& batch, i64 pair, int lane, float own) {
     int r = lane / CHUNKS, column = lane % CHUNKS;
     bool has_unit = p.unit != VG_OP_ADD;
     u32 product;
     i64 row = row_of_pair(p, pair, &product);
     if (column < batch.columns) {
         row += has_unit ? 0 : r;
-        const VgProduct& it = p.products[has_unit ? r : product];
-        if (row < it.dst.ne[0]) {
-            own += batch.added(it, row, column);
+        u32 at = has_unit ? r : product;
+        if (row < p.products[at].dst.ne[0]) {
+            own += batch.added(p, at, row, column);
             if (!has_unit) {
-                *batch.result(it, row, column) = own;
+                *batch.result(p, at, row, column) = own;
             }
         }
     }
     if (has_unit) {
         float other = __shfl_xor_sync(0xffffffffu, own, CHUNKS);
         if (r == 0 && column < batch.columns) {
-            *batch.result(p.products[0], row, column) = gated(p.unit, own, other, p.c);
+            *batch.result(p, 0, row, column) = gated(p.unit, own, other, p.c);
         }
     }
 }
@@ -495,7 +571,9 @@ DEVICE void store_pair(const VgMmvParams& p, const BatchIndex& batch, i64 pair, 
     store_sums(p, batch, pair, lane, reduce_pair(lane, sums, has_both));
 }
 
-template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
+// The products of a block whose columns are those of `batch`.
+template <int TYPE, int COLUMNS, class Batch>
+DEVICE void multiply(const VgMmvParams& p, Batch& batch) {
     constexpr int TILE_BYTES = tile_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE),
                   PAIR_BYTES = MMV_ROWS * STAGE_BYTES;
     constexpr int STAGES = stages_of(TYPE);
@@ -508,8 +586,6 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     // Weights that no launch of the graph writes are fetched before the launches before this one
     // have ended. Which experts these are is known only then.
     bool is_ahead = p.has_constant_weights && !p.ids.data;
-    BatchIndex batch;
-    batch.place(p, blockIdx.y, blockIdx.z);
     int pairs = static_cast<int>(pairs_of(p)), width = static_cast<int>(w.ne[0]);
     int row_bytes = width / type_traits(TYPE).elements * quant_bytes(TYPE);
     RowBytes repacked = repacked_row_bytes(TYPE, width);
@@ -531,7 +607,7 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     auto wait_and_load = [&]() {
         grid_dependency_wait();
         if constexpr (LOADS_AHEAD) {
-            x.load(activations_of<TYPE>(own, 0, part));
+            x.load(activations_of<TYPE>(batch, own, 0, part));
         }
     };
     if (!is_ahead) {
@@ -602,7 +678,7 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
             dot_quants_1<TYPE>(grids, begin, tile, own, lane_offsets, x, sums.of[0][0]);
             // The next ones arrive while weights are unpacked. Loading them before this product
             // takes more registers, and copies between registers that wait for the loads.
-            x.load(activations_of<TYPE>(own, 0, tile + parts < tiles ? tile + parts : part));
+            x.load(activations_of<TYPE>(batch, own, 0, tile + parts < tiles ? tile + parts : part));
         } else {
             dot_tile<TYPE, COLUMNS>(p, batch, grids, ring + at, bits, tile, own, lane_offsets, lane,
                                     sums);
@@ -635,6 +711,19 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
             bits = low_bits<TYPE>(start(pair)) + part * low_bits_per_tile(TYPE);
         }
     }
+}
+
+template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
+    BatchIndex batch;
+    batch.place(p, blockIdx.y, blockIdx.z);
+    multiply<TYPE, COLUMNS>(p, batch);
+}
+
+template <int TYPE> DEVICE void mmv_joint(const VgMmvJointParams& p) {
+    __shared__ __align__(16) VgMmvColumn table[MAX_COLUMNS];
+    JointIndex batch;
+    batch.place(p, table);
+    multiply<TYPE, MAX_COLUMNS>(p.of, batch);
 }
 
 } // namespace

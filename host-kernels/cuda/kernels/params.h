@@ -347,6 +347,27 @@ struct VgMmvParams {
     unsigned splits_rows; /* whether warps of a block share a pair of rows, of 4 tiles or more */
 };
 
+/* A column of a joint launch: its activations, as for vg_mmv_* (floats: x is the row), and the
+ * first element of its column in each result, and of its bias (0: none). */
+struct VgMmvColumn {
+    unsigned long long x; /* floats, or the quants of vg_quantize_q8 */
+    unsigned long long scales;
+    unsigned long long dst[3], add[3];
+};
+
+/* Maximum number of columns of a joint launch. The parameters of a kernel have 4 KiB. */
+enum { VG_JOINT_COLUMNS = 32 };
+
+/* vg_mmv_*_joint: the product `of` for columns of several plans, a block for at most eight
+ * (blockIdx.y). `of` is of one of the plans. Its weights, lengths and element strides are those of
+ * all; its addresses of activations, results and biases do not count. There are no ids. */
+struct VgMmvJointParams {
+    struct VgMmvParams of;
+    unsigned columns;
+    unsigned reserved;
+    struct VgMmvColumn column[VG_JOINT_COLUMNS];
+};
+
 /* vg_megakernel, vg_megakernel_cols8: the operation of a stage, which is what a launch of another
  * kernel would do. */
 enum VgStageOp {

@@ -11,6 +11,7 @@
 use std::ops::Range;
 
 use crate::device::Address;
+use crate::launch::place::Place;
 use crate::launch::q8::{Q8Activations, q8_elements};
 use crate::params::{VgConvertF16Sm90Params, VgView};
 
@@ -23,8 +24,10 @@ const MAX_OCCUPIED: usize = 64;
 
 /// The cache while a plan is compiled: addresses, not data.
 pub(crate) struct ActivationCache {
-    base: Address,
+    place: Place,
     next: u64,
+    /// Bytes of the ring that entries have used.
+    peak: u64,
     entries: Vec<Entry>,
     /// Pairs of launches of the plan: the one that writes an entry and one that reads it.
     spans: Vec<(usize, usize)>,
@@ -77,11 +80,12 @@ impl Key {
 }
 
 impl ActivationCache {
-    /// An empty cache; the scratch memory begins at `base`.
-    pub(crate) fn new(base: Address) -> ActivationCache {
+    /// An empty cache in the scratch memory of `place`.
+    pub(crate) fn new(place: Place) -> ActivationCache {
         ActivationCache {
-            base,
+            place,
             next: 0,
+            peak: 0,
             entries: Vec::new(),
             spans: Vec::new(),
             occupied: 0..0,
@@ -137,6 +141,16 @@ impl ActivationCache {
         });
     }
 
+    /// Where the plan has memory.
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Bytes at the start of the scratch memory that entries have used.
+    pub(crate) fn peak(&self) -> u64 {
+        self.peak
+    }
+
     /// Whether the plan uses the cache's scratch memory.
     pub(crate) fn is_used(&self) -> bool {
         self.is_used
@@ -166,19 +180,21 @@ impl ActivationCache {
         let key = Key::of(x)?;
         let quants = q8_elements(x) as u64;
         let bytes = quants + quants / 2;
-        if bytes > ACTIVATION_CACHE_BYTES / 4 {
+        let capacity = self.place.cache_bytes;
+        if bytes > capacity.min(ACTIVATION_CACHE_BYTES / 4) {
             return None;
         }
-        if self.next + bytes > ACTIVATION_CACHE_BYTES {
+        if self.next + bytes > capacity {
             self.next = 0;
         }
         let range = self.next..self.next + bytes;
         self.next = range.end;
+        self.peak = self.peak.max(range.end);
         self.is_used = true;
         self.entries.retain(|entry| {
             entry.key != key && (entry.range.end <= range.start || range.end <= entry.range.start)
         });
-        let at = self.base + range.start;
+        let at = self.place.scratch + range.start;
         let q8 = Q8Activations {
             quants: at,
             scales: at + quants,
@@ -232,13 +248,22 @@ mod tests {
     use super::*;
     use vgpu_transport::ir::{Shape, Type};
 
+    fn place(scratch: Address) -> Place {
+        Place {
+            scratch,
+            bytes: ACTIVATION_CACHE_BYTES,
+            cache_bytes: ACTIVATION_CACHE_BYTES,
+            fault: 0,
+        }
+    }
+
     fn view(at: Address, ne: [u64; 4]) -> VgView {
         VgView::new(at, &Shape::contiguous(Type::F32, ne).unwrap())
     }
 
     #[test]
     fn q8_activations_are_valid_until_their_source_is_written() {
-        let mut cache = ActivationCache::new(1 << 30);
+        let mut cache = ActivationCache::new(place(1 << 30));
         let x = view(4096, [64, 2, 1, 1]);
         assert_eq!(cache.get(&x, 0), None);
         let q8 = cache.put(&x, 0, true).unwrap();
@@ -261,7 +286,7 @@ mod tests {
 
     #[test]
     fn f16_activations_are_valid_until_their_source_is_written() {
-        let mut cache = ActivationCache::new(0);
+        let mut cache = ActivationCache::new(place(0));
         assert_eq!(cache.reserved(), 0);
         let made = VgConvertF16Sm90Params {
             values: 7,
@@ -281,7 +306,7 @@ mod tests {
 
     #[test]
     fn entries_that_overlap_do_not_keep_other_plans_away_forever() {
-        let mut cache = ActivationCache::new(0);
+        let mut cache = ActivationCache::new(place(0));
         let x = |i: u64| view(i << 20, [64, 1, 1, 1]);
         let (mut longest, mut start, mut launch) = (0, 0, 0);
         // Each entry is used again after the next one was made.
@@ -306,7 +331,7 @@ mod tests {
 
     #[test]
     fn the_ring_drops_the_oldest_entries() {
-        let mut cache = ActivationCache::new(0);
+        let mut cache = ActivationCache::new(place(0));
         let x = |i: u64| view(i << 30, [32 * 1024, 1, 1, 1]);
         let first = cache.put(&x(1), 0, false).unwrap();
         let mut count = 1;

@@ -7,23 +7,26 @@ use vgpu_transport::ir::{Shape, Type};
 use vgpu_transport::lock::{lock, wait};
 use zerocopy::IntoBytes;
 
+use crate::activation_cache::ACTIVATION_CACHE_BYTES;
 use crate::allocator::Allocator;
 use crate::autotune::TuningTable;
+use crate::batch::BatchState;
 use crate::cpu_fallback::CpuFallback;
-use crate::device::{Address, Device, Launch, MappedHostMemory};
+use crate::device::{Address, Device, Launch};
 use crate::graph_exec::GraphTemplates;
 use crate::kernel_set::{KernelSet, UsableKernels};
+use crate::launch::place::{FaultCells, Place};
 use crate::launch::policy::LaunchPolicy;
 use crate::launch::q8::{MAX_MMV_COLUMNS, MMV_COLUMNS};
 use crate::megakernel::report::ReportedReasons;
 use crate::megakernel::stages::{COUNTER_BYTES, MEGAKERNELS, StageKernels};
 use crate::memory::CudaMemory;
 use crate::merge::MergeKernels;
-use crate::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
+use crate::params::{VgArangeParams, VgCodebooks, VgView};
 use crate::scratch::Scratch;
 use crate::source::SM_90A;
 use crate::upload_batch::UploadBatcher;
-use vgpu_engine::{EngineError, Memory};
+use vgpu_engine::{BatchKeys, EngineError, Memory};
 
 /// A device, with the buffers that kernels need besides their tensors. One plan runs at a time.
 pub(crate) struct ExecutionContext {
@@ -45,7 +48,9 @@ pub(crate) struct ExecutionContext {
     pub(crate) reported: ReportedReasons,
     /// Whether a run has failed, so that counters may not be 0.
     pub(crate) counters_dirty: AtomicBool,
-    fault: MappedHostMemory,
+    pub(crate) faults: Arc<FaultCells>,
+    /// The keys of plans that can run as a batch.
+    pub(crate) batch_keys: BatchKeys<Mutex<BatchState>>,
     codebooks: CudaMemory,
     counters: CudaMemory,
 }
@@ -73,7 +78,7 @@ impl ExecutionContext {
         let kernels = UsableKernels::new(Arc::clone(&device), set);
         let upload = kernels.find("vg_upload").ok();
         let device: Arc<dyn Device> = Arc::new(UploadBatcher::new(device, upload)?);
-        let fault = device.alloc_mapped(size_of::<VgFault>())?;
+        let faults = Arc::new(FaultCells::new(&*device)?);
         let allocator = Arc::new(Allocator::new(&device));
         let codebooks = CudaMemory::new(&allocator, size_of::<VgCodebooks>() as u64)?;
         codebooks.write(0, codebooks_of_formats().as_slice().into())?;
@@ -93,7 +98,8 @@ impl ExecutionContext {
             stage_kernels,
             reported: ReportedReasons::default(),
             counters_dirty: AtomicBool::new(false),
-            fault,
+            faults,
+            batch_keys: BatchKeys::default(),
             codebooks,
             counters,
         })
@@ -171,9 +177,15 @@ impl ExecutionContext {
         DeviceGuard(Arc::clone(self))
     }
 
-    /// The address of the cell where kernels report faults (`VgFault`).
-    pub(crate) fn fault(&self) -> Address {
-        self.fault.device
+    /// The place of plans that run one at a time.
+    pub(crate) fn shared_place(&self) -> Place {
+        let (scratch, bytes) = self.scratch.range();
+        Place {
+            scratch,
+            bytes,
+            cache_bytes: ACTIVATION_CACHE_BYTES,
+            fault: self.faults.shared(),
+        }
     }
 
     /// The codebooks of the IQ formats (`VgCodebooks`).
@@ -222,25 +234,6 @@ impl ExecutionContext {
         // SAFETY: `counters` was allocated with COUNTERS words and COUNTER_BYTES behind them. No
         // kernel runs that uses them, as the caller guarantees.
         unsafe { self.device.fill(self.counters(), bytes, 0) }
-    }
-
-    /// The fault that kernels have reported since the last call.
-    ///
-    /// # Safety
-    /// No kernel runs, and the caller has the device.
-    pub(crate) unsafe fn take_fault(&self) -> Option<VgFault> {
-        let cell = self.fault.host.cast::<VgFault>();
-        // SAFETY: `alloc_mapped` has returned memory for one `VgFault`, mapped while the device
-        // exists. The caller guarantees that no kernel runs, so none writes the cell, and that no
-        // other thread reads it.
-        unsafe {
-            let found = cell.read_volatile();
-            if found.taken == 0 {
-                return None;
-            }
-            cell.write_volatile(VgFault::default());
-            Some(found)
-        }
     }
 }
 

@@ -10,6 +10,7 @@ use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
 use vgpu_transport::lock::lock;
 
 use crate::autotune::TuningTable;
+use crate::batch::MAX_BATCH;
 use crate::context::ExecutionContext;
 use crate::cpu_fallback::CpuFallback;
 use crate::device::Device;
@@ -21,7 +22,7 @@ use crate::plan::{CudaPlan, compile_bytes};
 use crate::source::SM_90A;
 use crate::weights::WeightMemory;
 use vgpu_engine::work::Speed;
-use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
 
 /// The pause after a failed attempt to reopen a lost device.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
@@ -309,6 +310,33 @@ impl Engine for CudaEngine {
             &context,
             is_cancelled,
         )?))
+    }
+
+    fn max_batch(&self) -> usize {
+        MAX_BATCH
+    }
+
+    fn launch_batch(
+        &self,
+        plans: &mut [&mut dyn Plan],
+        turn: &Turn,
+    ) -> Vec<Result<RunStatus, RunError>> {
+        let ours: Option<Vec<&mut CudaPlan>> = plans
+            .iter_mut()
+            .map(|plan| plan.as_any_mut()?.downcast_mut())
+            .collect();
+        let ran = ours.and_then(|mut ours| CudaPlan::launch_batch(&mut ours, turn));
+        // Plans that cannot run as a batch run one after the other.
+        ran.unwrap_or_else(|| {
+            plans
+                .iter_mut()
+                .map(|plan| match plan.launch(turn)? {
+                    // The next plan gets the device when this one is done.
+                    RunStatus::InFlight => plan.wait().map(|()| RunStatus::Done),
+                    status => Ok(status),
+                })
+                .collect()
+        })
     }
 }
 

@@ -47,12 +47,17 @@ pub(crate) struct LaunchSequence {
     spent: Duration,
     /// Launches of the next batch, until a run was measured.
     unknown_batch: usize,
+    /// Whether a part of the current run was in a batch of plans, and is not in `spent`.
+    is_partial: bool,
 }
 
 /// An error of a launch, or of work under way when it was handed to the device.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) node: usize,
+    /// The launch that the device has refused, which has not run, and none behind it. `None` if it
+    /// is not known what has run.
+    pub(crate) refused: Option<usize>,
     pub(crate) error: EngineError,
 }
 
@@ -131,6 +136,7 @@ impl LaunchSequence {
             refused: None,
             spent: Duration::ZERO,
             unknown_batch: 1,
+            is_partial: false,
         }
     }
 
@@ -193,7 +199,11 @@ impl LaunchSequence {
     ) -> Result<RunStatus, Failure> {
         let template = Arc::clone(&self.template);
         let mut template = lock(&template);
-        let failed = |node: usize, error| Failure { node, error };
+        let failed = |node: usize, error| Failure {
+            node,
+            refused: None,
+            error,
+        };
         let start = Instant::now();
         if let (Some(batch), 0) = (template.batch, self.done) {
             self.prepare(&mut template, device, (batch, policy.min_graph_launches));
@@ -205,17 +215,21 @@ impl LaunchSequence {
             let launches = end - self.done;
             let graph = template
                 .has_params_of(self)
-                .and_then(|()| template.at(self.done));
-            match graph {
-                Some(graph) if graph.count == end - self.done => {
-                    let node = self.nodes[self.done] as usize;
-                    // SAFETY: `has_params_of` has confirmed that the nodes of the graph have the
-                    // parameters of `self.launches`. The caller guarantees that the memory in these
-                    // parameters exists until the device is synchronised.
-                    unsafe { device.launch_graph(graph.id) }
-                        .map_err(|error| failed(node, error))?;
+                .and_then(|()| template.at(self.done))
+                .filter(|graph| graph.count == launches);
+            // SAFETY: `has_params_of` has confirmed that the nodes of the graph have the parameters
+            // of `self.launches`. The caller guarantees that the memory in these parameters exists
+            // until the device is synchronised.
+            let launched = graph.map(|graph| unsafe { device.launch_graph(graph.id) });
+            match launched {
+                Some(Ok(())) => {}
+                Some(Err(error)) if device.lost().is_some() => {
+                    return Err(failed(self.nodes[self.done] as usize, error));
                 }
-                _ => {
+                refused => {
+                    if let Some(Err(error)) = refused {
+                        template.give_up(&error);
+                    }
                     for at in self.done..end {
                         // SAFETY: the caller guarantees that the memory in the parameters of
                         // `self.launches` exists until the device is synchronised.
@@ -223,7 +237,11 @@ impl LaunchSequence {
                             let is_refused = matches!(error, EngineError::Unsupported { .. });
                             self.refused =
                                 (self.launches[at].cooperative && is_refused).then_some(at);
-                            failed(self.nodes[at] as usize, error)
+                            Failure {
+                                node: self.nodes[at] as usize,
+                                refused: Some(at),
+                                error,
+                            }
                         })?;
                     }
                 }
@@ -253,7 +271,7 @@ impl LaunchSequence {
                 return Ok(RunStatus::Yielded);
             }
         }
-        if template.batch.is_none() {
+        if template.batch.is_none() && !self.is_partial {
             let last = self.last_node();
             device.synchronize().map_err(|error| failed(last, error))?;
             template.learn(self.spent + start.elapsed(), self.launches.len(), policy);
@@ -277,6 +295,7 @@ impl LaunchSequence {
             unsafe { device.time_launches(&self.plain.as_deref().unwrap_or(self).launches) };
         outcome.map_err(|error| Failure {
             node: self.last_node(),
+            refused: None,
             error,
         })
     }
@@ -311,6 +330,28 @@ impl LaunchSequence {
     pub(crate) fn rewind(&mut self) {
         self.done = 0;
         self.spent = Duration::ZERO;
+        self.is_partial = false;
+    }
+
+    /// The launches.
+    pub(crate) fn launches(&self) -> &[Launch] {
+        &self.launches
+    }
+
+    /// The node of launch `at`.
+    pub(crate) fn node(&self, at: usize) -> usize {
+        self.nodes[at] as usize
+    }
+
+    /// Launches that the current run has handed to the device.
+    pub(crate) fn done(&self) -> usize {
+        self.done
+    }
+
+    /// Says that the current run has got to launch `done` with other plans.
+    pub(crate) fn resume_at(&mut self, done: usize) {
+        self.done = done;
+        self.is_partial = true;
     }
 
     /// The end of the batch that begins with launch `at`.
@@ -338,9 +379,7 @@ impl LaunchSequence {
         match outcome {
             Ok(()) => template.params_of = Some(Arc::clone(&self.launches)),
             Err(error) => {
-                warn!("no CUDA graph is made, launches run one by one: {error}");
-                template.graphs.clear();
-                template.is_disabled = true;
+                template.give_up(&error);
             }
         }
     }
@@ -404,6 +443,13 @@ impl GraphTemplate {
     fn has_params_of(&self, sequence: &LaunchSequence) -> Option<()> {
         let held = self.params_of.as_ref()?;
         Arc::ptr_eq(held, &sequence.launches).then_some(())
+    }
+
+    /// Runs launches one by one from now on, since the device refuses graphs.
+    fn give_up(&mut self, error: &EngineError) {
+        warn!("no CUDA graph is used, launches run one by one: {error}");
+        self.graphs.clear();
+        (self.params_of, self.is_disabled) = (None, true);
     }
 
     /// The graph instance that begins with launch `at`.

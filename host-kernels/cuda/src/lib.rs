@@ -12,7 +12,8 @@
 //! - [`autotune`]: which variant of a matrix kernel is the fastest.
 //! - `fused_launch`, `activation_cache`: one launch for several nodes, and activations that several
 //!   launches read.
-//! - `graph_exec`: launches as CUDA graphs, reused from plan to plan.
+//! - `graph_exec`: launches as CUDA graphs, reused from plan to plan; `batch`: launches of several
+//!   plans as one sequence.
 //! - `megakernel`: runs of launches as one cooperative launch.
 //! - `repack`: weights as structures of arrays; `weights`: buffers that share them.
 //! - `cpu_fallback`: the nodes that the CPU engine runs.
@@ -21,6 +22,7 @@
 mod activation_cache;
 mod allocator;
 pub mod autotune;
+mod batch;
 mod context;
 mod cpu_fallback;
 mod cubin;

@@ -1,9 +1,10 @@
 //! Scratch memory of plans.
 //!
-//! One plan runs at a time, and no plan keeps data in scratch memory where it may yield. So all
-//! plans of a context share one range of addresses, which has as much memory as the plan that needs
-//! the most. Plans know their addresses when they are compiled, and stay valid when the memory
-//! grows.
+//! Of the plans that use this memory, one runs at a time, and none keeps data in it where it may
+//! yield. So all of them share one range of addresses, which has as much memory as the plan that
+//! needs the most. Plans know their addresses when they are compiled, and stay valid when the
+//! memory grows. Plans that may run in a batch have memory of their own
+//! ([`OwnPlace`](crate::launch::place::OwnPlace)).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -59,14 +60,9 @@ impl Scratch {
         })
     }
 
-    /// The first address.
-    pub(crate) fn base(&self) -> Address {
-        self.base
-    }
-
-    /// Whether an address is one of scratch memory.
-    pub(crate) fn has(&self, address: Address) -> bool {
-        (self.base..self.base + self.reserved).contains(&address)
+    /// The first address, and the bytes from there on that are reserved.
+    pub(crate) fn range(&self) -> (Address, u64) {
+        (self.base, self.reserved)
     }
 
     /// The bytes that a claim of `bytes` maps.

@@ -8,6 +8,7 @@
 //! - [`types`]: sets of tensor types.
 //! - [`work`]: how much work a node is, and how long it takes by estimate.
 
+mod batch_keys;
 mod byte_range;
 mod cancellation;
 mod engine;
@@ -22,6 +23,7 @@ mod single_node;
 pub mod types;
 pub mod work;
 
+pub use batch_keys::{BatchGroup, BatchKeys};
 pub use cancellation::Cancellation;
 pub use engine::Engine;
 pub use error::{EngineError, RunError, check_range};

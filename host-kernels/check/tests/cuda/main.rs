@@ -1,8 +1,11 @@
 //! The CUDA engine around its kernels: how plans reach a device, share its memory, and yield.
 
+mod batch;
 mod cpu_nodes;
 mod divided;
 mod fusion;
+#[path = "../common/guests.rs"]
+mod guests;
 mod launches_ahead;
 mod megakernel;
 mod memory;

@@ -83,7 +83,7 @@ impl Runner {
 
     /// The plans that can run as a batch with one of these phases.
     pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
-        self.keys.membership(phases)
+        Membership::of(&self.keys, phases)
     }
 
     /// The number of threads that run a phase.

@@ -7,7 +7,7 @@ use vgpu_transport::ir::{Graph, Node, Shape, Type};
 
 use super::grid::THREADS;
 use super::q8::next_product_quantizes;
-use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
+use crate::activation_cache::ActivationCache;
 use crate::autotune::GemmVariant;
 use crate::context::ExecutionContext;
 use crate::device::{Address, KernelId, Launch};
@@ -82,8 +82,7 @@ impl Builder<'_> {
     pub(crate) fn is_constant(&self, w: &VgView) -> bool {
         let range = w.address_range();
         let is_written = |written: &WrittenRanges| written.overlap(&range);
-        self.written.is_some_and(|written| !is_written(written))
-            && !self.context.scratch.has(w.data)
+        self.written.is_some_and(|written| !is_written(written)) && !self.cache.place().has(w.data)
     }
 
     /// Sets the node number that faults and errors name: the number in the guest's graph.
@@ -174,7 +173,7 @@ impl Builder<'_> {
     /// Where kernels report faults of this node.
     pub(crate) fn fault_site(&self) -> VgFaultSite {
         VgFaultSite {
-            fault: self.context.fault(),
+            fault: self.cache.place().fault,
             node: self.index as u32,
             reserved: 0,
         }
@@ -198,7 +197,8 @@ impl Builder<'_> {
     }
 
     fn scratch_at(&self, offset: u64) -> Address {
-        self.context.scratch.base() + ACTIVATION_CACHE_BYTES + offset
+        let place = self.cache.place();
+        place.scratch + place.cache_bytes + offset
     }
 
     /// The F16 activations cached under this key, for the launch that is added next.

@@ -3,6 +3,7 @@
 pub(crate) mod builder;
 pub(crate) mod grid;
 pub(crate) mod kernel_table;
+pub(crate) mod place;
 pub(crate) mod planned;
 pub(crate) mod policy;
 pub(crate) mod q8;

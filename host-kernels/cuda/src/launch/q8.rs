@@ -23,6 +23,11 @@ pub(crate) fn q8_elements(x: &VgView) -> i64 {
     x.rows() * div_ceil(x.ne[0], Q8_CHUNK) * Q8_CHUNK
 }
 
+/// Bytes of the q8 quants of a row of `x`. Its scales and sums take half as many.
+pub(crate) fn q8_row_bytes(x: &VgView) -> u64 {
+    (div_ceil(x.ne[0], Q8_CHUNK) * Q8_CHUNK) as u64
+}
+
 /// Activations quantised to 8 bits, as `vg_quantize_q8` writes them: rows in order, each padded to
 /// whole chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

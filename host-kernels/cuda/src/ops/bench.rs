@@ -173,7 +173,7 @@ impl Bench {
     /// Runs the launches that `add` adds. Returns whether there were any.
     pub(crate) fn run(&self, add: impl FnOnce(&mut Builder<'_>) -> Added) -> bool {
         let views = [VgView::default(); 2];
-        let mut cache = ActivationCache::new(self.context.scratch.base());
+        let mut cache = ActivationCache::new(self.context.shared_place());
         let mut builder = Builder::new(&self.graph, &views, 0, &self.context, (&mut cache, 0));
         let Some(outcome) = add(&mut builder) else {
             return false;

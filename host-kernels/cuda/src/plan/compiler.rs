@@ -8,13 +8,14 @@ use vgpu_engine::{Cancellation, EngineError};
 use vgpu_transport::ir::{Graph, Shape, Tensor, Type};
 
 use super::split::Split;
-use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
+use crate::activation_cache::ActivationCache;
 use crate::context::ExecutionContext;
 use crate::cpu_fallback::{CpuFallback, FallbackNode};
-use crate::device::Address;
+use crate::device::{Address, Launch};
 use crate::fused_launch::{GroupNode, add_launch};
 use crate::graph_exec::LaunchSequence;
 use crate::launch::builder::Builder;
+use crate::launch::place::Place;
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::q8::next_product_quantizes;
 use crate::megakernel::lowering;
@@ -57,7 +58,7 @@ enum Work {
 }
 
 impl<'a> Compiler<'a> {
-    /// Compiles all nodes over tensors at these views.
+    /// Compiles all nodes over tensors at these views, with memory of the engine at `place`.
     ///
     /// # Errors
     /// [`EngineError::Unsupported`] if no kernel takes the operands of a node; [`EngineError`] of
@@ -65,6 +66,7 @@ impl<'a> Compiler<'a> {
     pub(crate) fn of(
         arrangement: &'a Arrangement,
         views: &'a [VgView],
+        place: Place,
         (context, is_cancelled): (&'a Arc<ExecutionContext>, &dyn Fn() -> bool),
     ) -> Result<Compiler<'a>, EngineError> {
         let mut compiler = Compiler {
@@ -73,7 +75,7 @@ impl<'a> Compiler<'a> {
             graph: &arrangement.graph,
             origin: &arrangement.origin,
             written: WrittenRanges::of(&arrangement.graph, views),
-            cache: ActivationCache::new(context.scratch.base()),
+            cache: ActivationCache::new(place),
             work: Vec::new(),
             groups: Vec::new(),
             scratch_bytes: 0,
@@ -222,12 +224,29 @@ impl<'a> Compiler<'a> {
     pub(crate) fn needed(&self) -> u64 {
         match (self.scratch_bytes, self.cache.is_used()) {
             (0, false) => 0,
-            (bytes, _) => ACTIVATION_CACHE_BYTES + bytes,
+            (bytes, _) => self.cache.place().cache_bytes + bytes,
         }
     }
 
+    /// Bytes of scratch memory of the activation cache, and of nodes.
+    pub(crate) fn parts(&self) -> (u64, u64) {
+        (self.cache.peak(), self.scratch_bytes)
+    }
+
+    /// The launches, if nothing else runs: no node on the CPU engine, and no megakernel.
+    pub(crate) fn launches(&self) -> Option<impl Iterator<Item = &Launch>> {
+        let is_launch = |work: &Work| matches!(work, Work::Launch(_));
+        let are_launches =
+            self.context.stage_kernels().is_none() && self.work.iter().all(is_launch);
+        let launches = self.work.iter().filter_map(|work| match work {
+            Work::Launch(step) => Some(&step.launch),
+            Work::Cpu(..) => None,
+        });
+        are_launches.then_some(launches)
+    }
+
     /// The splits of the plan, over the memory with these addresses, and the stage tables of its
-    /// megakernels.
+    /// megakernels. `has_own`: no other plan uses the scratch memory.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if there is no memory for a stage table.
@@ -235,12 +254,18 @@ impl<'a> Compiler<'a> {
         mut self,
         memory: &[usize],
         ops: &[&'static str],
+        has_own: bool,
     ) -> Result<(Vec<Split>, Vec<CudaMemory>), EngineError> {
         for &(made, used) in self.cache.spans() {
             for work in &mut self.work[made..used] {
                 if let Work::Launch(step) = work {
                     step.may_yield = false;
                 }
+            }
+        }
+        for work in &mut self.work {
+            if let Work::Launch(step) = work {
+                step.may_yield |= has_own;
             }
         }
         let templates = &self.context.templates;

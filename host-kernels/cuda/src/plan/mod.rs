@@ -1,32 +1,37 @@
 //! Plans: compiled graphs, and running them.
 
+mod batch;
 mod compiler;
 mod located;
 mod split;
 
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tracing::error;
 use vgpu_transport::ir::{Graph, GraphCounts, Node};
 
+use crate::batch::{JointFinder, MAX_OWN_SCRATCH, OWN_CACHE_BYTES, is_of_few_tokens};
 use crate::context::{DeviceGuard, ExecutionContext};
 use crate::cpu_fallback::CpuFallback;
 use crate::graph_exec::{Failure, LaunchSequence};
+use crate::launch::place::OwnPlace;
 use crate::launch::policy::SPEED;
 use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
 use crate::scratch::Claim;
+use batch::Membership;
 use compiler::{Compiler, is_aligned};
 use located::{Buffer, Located};
 use split::{Split, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
 use vgpu_engine::work;
 use vgpu_engine::{
-    ALLOCATION_BYTES, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
+    ALLOCATION_BYTES, BatchKey, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
 };
 
 /// Bytes of host memory that a node needs at most while it is compiled, and afterwards in the plan:
@@ -93,7 +98,16 @@ pub(crate) struct CudaPlan {
     scratch: Option<Claim>,
     /// The stage tables of megakernels.
     tables: Vec<CudaMemory>,
+    /// The number of the plan, which no other plan of the process has.
+    number: u64,
+    /// The place that only this plan uses, if it may run in a batch.
+    own: Option<OwnPlace>,
+    /// What it brings into a batch.
+    membership: Option<Membership>,
 }
+
+/// The number of plans so far.
+static PLANS: AtomicU64 = AtomicU64::new(0);
 
 /// The end of a run that the device works on.
 struct RunInFlight {
@@ -163,12 +177,39 @@ impl CudaPlan {
             })
             .collect();
         let mut repack = RepackPass::of(graph, &at, context)?;
+        let weights = at.weight_ranges();
+        let is_joint = |compiler: &Compiler<'_>| {
+            let mut finder = JointFinder::new(context, &weights);
+            let mut launches = compiler.launches().into_iter().flatten();
+            launches.any(|launch| finder.product(0, launch).is_some())
+        };
+        let mut own: Option<OwnPlace> = None;
+        let mut may_own = is_of_few_tokens(graph);
         let mut views;
         let mut compiler = loop {
             views = plain.clone();
             repack.mark(&mut views);
-            let compiler = Compiler::of(&arrangement, &views, (context, is_cancelled))?;
-            if !repack.refuse(&compiler.refused) {
+            let place = own
+                .as_ref()
+                .map_or_else(|| context.shared_place(), OwnPlace::place);
+            let compiler = Compiler::of(&arrangement, &views, place, (context, is_cancelled))?;
+            if repack.refuse(&compiler.refused) {
+                continue;
+            }
+            if let Some(place) = &own {
+                if compiler.needed() <= place.size() && is_joint(&compiler) {
+                    break compiler;
+                }
+                (own, may_own) = (None, false);
+                continue;
+            }
+            let (cache_bytes, bytes) = compiler.parts();
+            let parts = (cache_bytes.min(OWN_CACHE_BYTES), bytes);
+            if !may_own || bytes > MAX_OWN_SCRATCH || !is_joint(&compiler) {
+                break compiler;
+            }
+            own = OwnPlace::new(&context.allocator, &context.faults, parts);
+            if own.is_none() {
                 break compiler;
             }
         };
@@ -180,7 +221,9 @@ impl CudaPlan {
         let places: Vec<usize> = { buffers.iter() }
             .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
-        let (splits, tables) = compiler.into_splits(&places, &ops)?;
+        let (splits, tables) = compiler.into_splits(&places, &ops, own.is_some())?;
+        let membership =
+            { own.as_ref() }.and_then(|_| Membership::of(&splits, graph, &weights, context));
         let formats = located.formats();
         let applied = repack.apply();
         located.note_changes(&memories, &formats);
@@ -197,8 +240,11 @@ impl CudaPlan {
             has_yielded: false,
             memory: buffers.iter().cloned().zip(changes).collect(),
             tables,
-            scratch_bytes: needed,
+            scratch_bytes: if own.is_some() { 0 } else { needed },
             scratch: None,
+            number: PLANS.fetch_add(1, Ordering::Relaxed),
+            own,
+            membership,
         })
     }
 
@@ -227,7 +273,7 @@ impl CudaPlan {
                     // `self.memory`, `tables` and `scratch` keep alive. The caller has the
                     // device, so no other plan uses it.
                     unsafe { sequence.advance(device, context.policy, turn) }
-                        .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
+                        .map_err(|Failure { node, error, .. }| failure(&self.ops, node, &error))
                 }
                 // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                 // compiled from.
@@ -254,7 +300,7 @@ impl CudaPlan {
             // SAFETY: the turn yielded, after which `advance` or `run` has synchronised the device,
             // or an error occurred and the device was synchronised above. The caller has the
             // device.
-            if let Some(fault) = unsafe { context.take_fault() } {
+            if let Some(fault) = unsafe { self.take_fault() } {
                 return Err(self.fault(&fault));
             }
             return outcome;
@@ -314,8 +360,9 @@ impl CudaPlan {
                     // device, so no other plan uses it.
                     let outcome = unsafe { sequence.time(&*context.device) };
                     times.extend(
-                        outcome
-                            .map_err(|Failure { node, error }| failure(&self.ops, node, &error))?,
+                        outcome.map_err(|Failure { node, error, .. }| {
+                            failure(&self.ops, node, &error)
+                        })?,
                     );
                 }
                 Split::Cpu { work, node } => {
@@ -329,10 +376,21 @@ impl CudaPlan {
             }
         }
         // SAFETY: `time` of each sequence has synchronised the device, and the caller has it.
-        match unsafe { context.take_fault() } {
+        match unsafe { self.take_fault() } {
             Some(fault) => Err(self.fault(&fault)),
             None => Ok(times),
         }
+    }
+
+    /// The fault that kernels of the plan have reported since the last call.
+    ///
+    /// # Safety
+    /// No kernel runs, and the caller has the device.
+    unsafe fn take_fault(&self) -> Option<VgFault> {
+        let cell = self.own.as_ref().map(|own| &own.cell);
+        // SAFETY: no kernel runs. The caller has the device, without which nobody calls this
+        // function.
+        unsafe { self.context.faults.take_fault(cell) }
     }
 
     fn fault(&self, fault: &VgFault) -> RunError {
@@ -390,7 +448,7 @@ impl Plan for CudaPlan {
                 Err(failure(&self.ops, under_way.node, &error))
             }
             // SAFETY: the device was synchronised, and `under_way` still holds it.
-            Ok(()) => match unsafe { self.context.take_fault() } {
+            Ok(()) => match unsafe { self.take_fault() } {
                 Some(fault) => Err(self.fault(&fault)),
                 None => Ok(()),
             },
@@ -442,7 +500,8 @@ impl Plan for CudaPlan {
             + self.ops.capacity() * size_of::<&'static str>()
             + self.memory.capacity() * size_of::<(Arc<dyn Memory>, u64)>()
             + self.tables.capacity() * size_of::<CudaMemory>();
-        let own = size_of::<CudaPlan>() + self.name.capacity() + 8 * ALLOCATION_BYTES;
+        let membership = self.membership.as_ref().map_or(0, Membership::bytes);
+        let own = size_of::<CudaPlan>() + self.name.capacity() + membership + 8 * ALLOCATION_BYTES;
         (own + splits + groups.sum::<usize>() + tables) as u64
     }
 
@@ -455,7 +514,9 @@ impl Plan for CudaPlan {
 
     fn device_bytes(&self) -> u64 {
         let tables = self.tables.iter().map(Memory::size);
+        let own = self.own.as_ref().map(OwnPlace::size);
         tables
+            .chain(own)
             .map(|size| self.context.allocator.allocation_size(size))
             .sum()
     }
@@ -469,6 +530,25 @@ impl Plan for CudaPlan {
             self.scratch = Some(self.context.scratch.claim(self.scratch_bytes)?);
         }
         Ok(())
+    }
+
+    fn batch_key(&self) -> Option<BatchKey> {
+        let membership = self.membership.as_ref()?;
+        Some(BatchKey {
+            products: membership.group.number,
+            position: match self.has_yielded {
+                false => (0, 0),
+                true => (self.passed(), 1),
+            },
+        })
+    }
+
+    fn batch_work(&self) -> u64 {
+        self.membership.as_ref().map_or(1, |it| it.work)
+    }
+
+    fn as_any_mut(&mut self) -> Option<&mut dyn Any> {
+        Some(self)
     }
 
     fn set_label(&mut self, label: &str) {

@@ -17,7 +17,7 @@ use crate::memory::{CudaMemory, RepackBuffer, Restored};
 use crate::params::{VG_REPACKED, VgView};
 use crate::repack::format::RepackFormat;
 use crate::repack::state::Placement;
-use vgpu_engine::EngineError;
+use vgpu_engine::{EngineError, Memory as _};
 
 /// The allocations that a graph uses, and where in them its tensors are.
 pub(crate) struct Places<'m> {
@@ -34,6 +34,13 @@ impl Places<'_> {
     pub(crate) fn address(&self, tensor: usize) -> Address {
         let (memory, offset) = self.tensors[tensor];
         self.memories[memory].address() + offset
+    }
+
+    /// The addresses of the pieces of buffers for weights.
+    pub(crate) fn weight_ranges(&self) -> Vec<Range<Address>> {
+        { self.memories[self.first_piece..].iter() }
+            .map(|memory| memory.address()..memory.address() + memory.size())
+            .collect()
     }
 }
 
