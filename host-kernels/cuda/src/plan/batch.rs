@@ -15,16 +15,9 @@ use crate::batch::{
 use crate::context::ExecutionContext;
 use crate::device::Address;
 use crate::graph_exec::{Failure, LaunchSequence};
-use vgpu_engine::work::Speed;
+use crate::launch::policy::SPEED;
 use vgpu_engine::{
     ALLOCATION_BYTES, BatchGroup, EngineError, Plan as _, RunError, RunStatus, Turn,
-};
-
-/// The relative speed of products and other work, for keys and shares of a turn.
-const SPEED: Speed = Speed {
-    products: 1e12,
-    steps: 2e10,
-    bytes: 2e11,
 };
 
 /// What a plan brings into a batch.
