@@ -35,6 +35,7 @@ pub fn launch_policy() -> LaunchPolicy {
     let is_set = |name, value| std::env::var_os(name).is_some_and(|set| set == value);
     LaunchPolicy {
         megakernel: is_set("VGPU_MEGAKERNEL", "on"),
+        batch: is_set("VGPU_CUDA_BATCH", "on"),
         repack: !is_set("VGPU_REPACK", "off"),
         ..LaunchPolicy::default()
     }
@@ -239,11 +240,12 @@ pub fn fingerprint(gpu: &Gpu, policy: LaunchPolicy) -> String {
         }
     });
     let text = format!(
-        "{}, {}, {}, {}, {program}",
+        "{}, {}, {}, {}, {}, {program}",
         gpu.fingerprint(),
         gpu.sm_count(),
         policy.megakernel,
         policy.repack,
+        policy.batch,
     );
     blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
 }

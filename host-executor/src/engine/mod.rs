@@ -30,8 +30,9 @@ pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what
 /// the machine or its control group has) apply to the CPU engine, and to a backend of ggml.
 ///
-/// Four environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
-/// launch of a persistent kernel, `VGPU_KERNELS=general` disables the kernels that are tuned for
+/// Five environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
+/// launch of a persistent kernel, `VGPU_CUDA_BATCH=on` runs graphs of several guests as one batch,
+/// `VGPU_KERNELS=general` disables the kernels that are tuned for
 /// one architecture, `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps
 /// weights in the layout in which guests have written them. The CUDA engine also leaves out the
 /// kernels that the self-check does not allow on the GPU.

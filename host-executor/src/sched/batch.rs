@@ -7,10 +7,10 @@
 //!
 //! **Who waits for whom.** After a batch, its programs usually return at once with their next
 //! graphs. The first of them waits for the others, so that they run together again, at most a
-//! [part](super::offers::WAIT_PART) of the time that the batch took, only while no other graph waits, and not for
-//! a program that was slower than that the last time. A graph that only graphs with the same
-//! products wait for keeps the device until it is done: they can run with its next graph, and in
-//! the middle of this one they could not.
+//! [part](super::offers::WAIT_PART) of the time that the batch took, only while no other graph
+//! waits, and not for a program that was slower than that the last time. A graph that only graphs
+//! with the same products wait for keeps the device until it is done: they can run with its next
+//! graph, and in the middle of this one they could not.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;

@@ -33,6 +33,7 @@ const POLICY: LaunchPolicy = LaunchPolicy {
     fusion: true,
     megakernel: true,
     repack: true,
+    batch: false,
     longest_launch: Duration::MAX,
     min_graph_launches: 4,
     min_stages: 4,

@@ -18,14 +18,12 @@ use std::ops::Range;
 use vgpu_transport::ir::{Graph, Op};
 use zerocopy::{FromBytes as _, FromZeros as _, IntoBytes as _};
 
-use crate::context::ExecutionContext;
-use crate::device::{Address, KernelId, Launch};
-use crate::graph_exec::LaunchSequence;
-use crate::kernel_set::names;
-use crate::launch::grid::div_ceil;
+use crate::device::{Address, Device, KernelId, Launch};
+use crate::graph_exec::{GraphTemplates, LaunchSequence};
+use crate::kernel_set::{UsableKernels, names};
+use crate::launch::grid::{MMV_THREADS, div_ceil, mmv_blocks_across};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::q8::{MMV_COLUMNS, q8_row_bytes};
-use crate::ops::mmv;
 use crate::params::{
     VG_JOINT_COLUMNS, VG_OP_ADD, VgMmvColumn, VgMmvJointParams, VgMmvParams, VgView,
 };
@@ -55,7 +53,8 @@ pub(crate) struct JointProduct {
 
 /// Finds the launches of a plan that others can share.
 pub(crate) struct JointFinder<'a> {
-    context: &'a ExecutionContext,
+    device: &'a dyn Device,
+    kernels: &'a UsableKernels,
     /// The addresses of memory for weights. Several buffers may hold the same bytes there.
     weights: &'a [Range<Address>],
     /// For each kernel that was met, the joint one with its resident blocks.
@@ -64,11 +63,12 @@ pub(crate) struct JointFinder<'a> {
 
 impl<'a> JointFinder<'a> {
     pub(crate) fn new(
-        context: &'a ExecutionContext,
+        (device, kernels): (&'a dyn Device, &'a UsableKernels),
         weights: &'a [Range<Address>],
     ) -> JointFinder<'a> {
         JointFinder {
-            context,
+            device,
+            kernels,
             weights,
             known: Vec::new(),
         }
@@ -80,19 +80,16 @@ impl<'a> JointFinder<'a> {
         if let Some((_, found)) = self.known.iter().find(|(known, _)| *known == kernel) {
             return *found;
         }
-        let context = self.context;
+        let (device, kernels) = (self.device, self.kernels);
         let find = || {
-            let name = context.device.kernel_name(kernel);
+            let name = device.kernel_name(kernel);
             let base = name.strip_suffix("_cols8").unwrap_or(name);
             base.strip_prefix("vg_mmv_")?;
             let joint = format!("{base}_joint");
             let at = names().binary_search(&joint.as_str()).ok()?;
-            let joint = context.kernels.find(names()[at]).ok()?;
-            let each = context.device.blocks_per_sm(joint, mmv::THREADS, 0);
-            Some((
-                joint,
-                i64::from(context.device.sm_count()) * i64::from(each),
-            ))
+            let joint = kernels.find(names()[at]).ok()?;
+            let each = device.blocks_per_sm(joint, MMV_THREADS, 0);
+            Some((joint, i64::from(device.sm_count()) * i64::from(each)))
         };
         let found = find();
         self.known.push((kernel, found));
@@ -264,7 +261,7 @@ impl Joined {
         members: &[Member<'_>],
         numbers: Vec<u64>,
         (group, is_apart): (u64, bool),
-        context: &ExecutionContext,
+        templates: &GraphTemplates,
     ) -> Joined {
         let mut steps: Vec<PlannedLaunch> = Vec::new();
         let mut owners: Vec<Owners> = Vec::new();
@@ -325,7 +322,7 @@ impl Joined {
             done: members.iter().map(|member| member.done).collect(),
             starts: members.iter().map(|member| member.done).collect(),
             // Sequences of one key with the same kernels share CUDA graphs.
-            sequence: LaunchSequence::new(steps, &[usize::MAX, group as usize], &context.templates),
+            sequence: LaunchSequence::new(steps, &[usize::MAX, group as usize], templates),
             owners,
             counted: 0,
         }
@@ -405,11 +402,11 @@ fn joint_launch<'l>(product: &JointProduct, each: impl Iterator<Item = &'l Launc
         _ => of.products[0].dst.ne[0],
     };
     let groups = div_ceil(count as i64, MMV_COLUMNS);
-    let across = mmv::blocks_across(pairs, product.resident / groups, of.splits_rows != 0);
+    let across = mmv_blocks_across(pairs, product.resident / groups, of.splits_rows != 0);
     Launch {
         kernel: product.kernel,
         grid: [across as u32, groups as u32, 1],
-        threads: [mmv::THREADS, 1, 1],
+        threads: [MMV_THREADS, 1, 1],
         shared: 0,
         params: params.as_bytes().to_vec(),
         cooperative: false,
@@ -442,7 +439,7 @@ impl BatchState {
         members: &[Member<'_>],
         numbers: Vec<u64>,
         group: u64,
-        context: &ExecutionContext,
+        templates: &GraphTemplates,
     ) -> &mut Joined {
         let done: Vec<usize> = members.iter().map(|member| member.done).collect();
         let is_whole = done.iter().all(|&done| done == 0);
@@ -457,12 +454,12 @@ impl BatchState {
                 *slot = None;
             }
             return slot.get_or_insert_with(|| {
-                Joined::new(members, numbers, (group, self.is_apart), context)
+                Joined::new(members, numbers, (group, self.is_apart), templates)
             });
         }
         self.rest = self.rest.take().filter(goes_on);
         let is_apart = self.is_apart;
         { &mut self.rest }
-            .get_or_insert_with(|| Joined::new(members, numbers, (group, is_apart), context))
+            .get_or_insert_with(|| Joined::new(members, numbers, (group, is_apart), templates))
     }
 }

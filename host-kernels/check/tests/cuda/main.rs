@@ -37,6 +37,7 @@ fn graphs_from_the_second_run() -> LaunchPolicy {
         fusion: true,
         megakernel: false,
         repack: true,
+        batch: true,
         min_graph_launches: 4,
         min_stages: 4,
     }

@@ -31,6 +31,7 @@ const SHORT_SLICES: LaunchPolicy = LaunchPolicy {
     fusion: true,
     megakernel: false,
     repack: true,
+    batch: false,
     min_graph_launches: 4,
     min_stages: 4,
 };

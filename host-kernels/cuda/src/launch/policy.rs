@@ -28,6 +28,8 @@ pub struct LaunchPolicy {
     pub megakernel: bool,
     /// Whether weights are repacked.
     pub repack: bool,
+    /// Whether plans that multiply with the same weights can run as a batch.
+    pub batch: bool,
     /// The fewest launches that become a CUDA graph. Fewer are as fast one by one.
     pub min_graph_launches: usize,
     /// The fewest launches that become a megakernel.
@@ -58,6 +60,8 @@ impl Default for LaunchPolicy {
             // Slower than separate launches on an H200.
             megakernel: false,
             repack: true,
+            // No GPU has run the kernels, and the self-check does not cover them.
+            batch: false,
             min_graph_launches: 4,
             min_stages: 4,
         }

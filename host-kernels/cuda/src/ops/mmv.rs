@@ -4,18 +4,12 @@
 use vgpu_transport::ir::Type;
 
 use crate::launch::builder::Builder;
-use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
+use crate::launch::grid::{MAX_GRID_YZ, MMV_BLOCK_PAIRS, MMV_THREADS, div_ceil, mmv_blocks_across};
 use crate::launch::kernel_table::MatmulKernels;
 use crate::launch::q8::{MAX_MMV_COLUMNS, MMV_COLUMNS, Q8Activations, q8_elements};
 use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::FLOATS;
-
-/// Pairs of weight rows that a block works on at a time.
-const BLOCK_PAIRS: i64 = 4;
-
-/// Threads of a block.
-pub(crate) const THREADS: u32 = 128;
 
 /// The fewest tiles of a row that the warps of a block share.
 const SPLIT_TILES: i64 = 4;
@@ -172,15 +166,6 @@ fn fits_on(add: &VgView, dst: &VgView, has_ids: bool, w: &VgView) -> bool {
     wanted && add.ne[0] == dst.ne[0]
 }
 
-/// The blocks of a launch over these pairs of rows, of which `most` are resident at a time.
-pub(crate) fn blocks_across(pairs: i64, most: i64, splits_rows: bool) -> i64 {
-    let blocks = match splits_rows {
-        true => pairs,
-        false => div_ceil(pairs, BLOCK_PAIRS),
-    };
-    blocks.min(most.max(1))
-}
-
 /// Adds the launch of matrix-vector products.
 ///
 /// # Errors
@@ -228,13 +213,14 @@ fn launch(
         false => (div_ceil(dst.ne[1], MMV_COLUMNS), dst.ne[2] * dst.ne[3]),
     };
     // As many blocks as are resident at a time; each loops over its share of the rows.
-    let resident = b.resident_blocks(kernel, THREADS, 0)?;
+    let resident = b.resident_blocks(kernel, MMV_THREADS, 0)?;
     let most = resident.div_euclid(slots * batches);
     // With few pairs of rows, the warps of a block share one. The stages of a megakernel do not,
     // and the order of sums is the same in both.
     let has_tiles = all.x.ne[0] > (SPLIT_TILES - 1) * tile_elements(ty);
-    let splits_rows = has_tiles && 2 * div_ceil(pairs, BLOCK_PAIRS) <= most && !b.uses_megakernel();
+    let splits_rows =
+        has_tiles && 2 * div_ceil(pairs, MMV_BLOCK_PAIRS) <= most && !b.uses_megakernel();
     params.splits_rows = u32::from(splits_rows);
-    let across = blocks_across(pairs, most, splits_rows);
-    b.launch_over(kernel, [across, slots, batches], THREADS, 0, &params)
+    let across = mmv_blocks_across(pairs, most, splits_rows);
+    b.launch_over(kernel, [across, slots, batches], MMV_THREADS, 0, &params)
 }

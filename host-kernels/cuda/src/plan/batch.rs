@@ -1,67 +1,16 @@
 //! Plans in a batch.
 
-use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use vgpu_transport::ir::Graph;
 use vgpu_transport::lock::lock;
 
 use super::CudaPlan;
 use super::split::{Split, failure};
-use crate::batch::{
-    BatchState, JointFinder, JointProduct, MAX_BATCH, Member, Owners, extend_key, passed, work_of,
-};
+use crate::batch::{BatchState, MAX_BATCH, Member, Owners, passed};
 use crate::context::ExecutionContext;
-use crate::device::Address;
 use crate::graph_exec::{Failure, LaunchSequence};
-use crate::launch::policy::SPEED;
-use vgpu_engine::{
-    ALLOCATION_BYTES, BatchGroup, EngineError, Plan as _, RunError, RunStatus, Turn,
-};
-
-/// What a plan brings into a batch.
-pub(super) struct Membership {
-    pub(super) group: Arc<BatchGroup<Mutex<BatchState>>>,
-    /// The work of the plan.
-    pub(super) work: u64,
-    /// The products that plans share, by their launches.
-    joint: Vec<JointProduct>,
-}
-
-impl Membership {
-    /// The membership of a plan with these splits. `None` if it has no products that plans share.
-    pub(super) fn of(
-        splits: &[Split],
-        graph: &Graph,
-        weights: &[Range<Address>],
-        context: &ExecutionContext,
-    ) -> Option<Membership> {
-        let [Split::Launches(sequence)] = splits else {
-            return None;
-        };
-        let (ratio, work) = work_of(graph, &SPEED);
-        let mut finder = JointFinder::new(context, weights);
-        let (mut key, mut joint) = (vec![ratio], Vec::new());
-        for (at, launch) in sequence.launches().iter().enumerate() {
-            if let Some((product, params)) = finder.product(at, launch) {
-                extend_key(&mut key, &params);
-                joint.push(product);
-            }
-        }
-        joint.shrink_to_fit();
-        (!joint.is_empty()).then(|| Membership {
-            group: context.batch_keys.group(key.into_boxed_slice()),
-            work,
-            joint,
-        })
-    }
-
-    /// Bytes of host memory.
-    pub(super) fn bytes(&self) -> usize {
-        self.joint.capacity() * size_of::<JointProduct>() + self.group.bytes() + ALLOCATION_BYTES
-    }
-}
+use vgpu_engine::{BatchGroup, EngineError, Plan as _, RunError, RunStatus, Turn};
 
 impl CudaPlan {
     /// The launches of a plan that may run in a batch.
@@ -189,7 +138,7 @@ impl Batch<'_, '_> {
                 .filter_map(|&i| self.plans[i].member())
                 .collect();
             let numbers = active.iter().map(|&i| self.plans[i].number).collect();
-            let joined = state.sequence(&members, numbers, group.number, self.context);
+            let joined = state.sequence(&members, numbers, group.number, &self.context.templates);
             // SAFETY: the launches are those of the members, and joint ones over the memory of
             // these. They were compiled from validated graphs over memory that the members keep
             // alive. The caller has the device, so no other plan uses it. No two members share
@@ -228,7 +177,7 @@ impl Batch<'_, '_> {
                 }
                 (Err(Failure { error, .. }), _) => {
                     self.context.counters_dirty.store(true, Ordering::Relaxed);
-                    self.fail_all(&error, CudaPlan::next_node);
+                    self.fail_all(&error, |plan| plan.next_node());
                     (state.whole, state.rest) = (None, None);
                     break;
                 }
@@ -240,7 +189,7 @@ impl Batch<'_, '_> {
         drop(state);
         if let Err(error) = device.synchronize() {
             self.context.counters_dirty.store(true, Ordering::Relaxed);
-            self.fail_all(&error, CudaPlan::next_node);
+            self.fail_all(&error, |plan| plan.next_node());
             return status;
         }
         for (plan, outcome) in self.plans.iter().zip(&mut self.outcomes) {

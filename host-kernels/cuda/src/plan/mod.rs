@@ -3,6 +3,7 @@
 mod batch;
 mod compiler;
 mod located;
+mod membership;
 mod split;
 
 use std::any::Any;
@@ -24,9 +25,9 @@ use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
 use crate::scratch::Claim;
-use batch::Membership;
 use compiler::{Compiler, is_aligned};
 use located::{Buffer, Located};
+use membership::Membership;
 use split::{Split, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
 use vgpu_engine::work;
@@ -179,12 +180,12 @@ impl CudaPlan {
         let mut repack = RepackPass::of(graph, &at, context)?;
         let weights = at.weight_ranges();
         let is_joint = |compiler: &Compiler<'_>| {
-            let mut finder = JointFinder::new(context, &weights);
+            let mut finder = JointFinder::new((&*context.device, &context.kernels), &weights);
             let mut launches = compiler.launches().into_iter().flatten();
             launches.any(|launch| finder.product(0, launch).is_some())
         };
         let mut own: Option<OwnPlace> = None;
-        let mut may_own = is_of_few_tokens(graph);
+        let mut may_own = context.policy.batch && is_of_few_tokens(graph);
         let mut views;
         let mut compiler = loop {
             views = plain.clone();
