@@ -1,4 +1,5 @@
-// Matrix-vector products for columns of several plans, with weights in blocks of 16 to 128 elements.
+// Matrix-vector products for columns of several plans, with weights in blocks of 16 to 128
+// elements.
 #include "mmv.cuh"
 
 KERNEL_AHEAD(vg_mmv_q4_0_joint, VgMmvJointParams, 128) { mmv_joint<VG_Q4_0>(p); }

@@ -24,7 +24,8 @@ pub(crate) const MMV_BLOCK_PAIRS: i64 = 4;
 /// Threads of a block of a matrix-vector kernel.
 pub(crate) const MMV_THREADS: u32 = 128;
 
-/// The blocks of a launch of a matrix-vector kernel over these pairs of rows, of which `most` are resident at a time.
+/// The blocks of a launch of a matrix-vector kernel over these pairs of rows, of which `most` are
+/// resident at a time.
 pub(crate) fn mmv_blocks_across(pairs: i64, most: i64, splits_rows: bool) -> i64 {
     let blocks = match splits_rows {
         true => pairs,
