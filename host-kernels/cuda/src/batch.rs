@@ -10,8 +10,8 @@
 //! Each member has scratch memory and a fault cell of its own
 //! ([`OwnPlace`](crate::launch::place::OwnPlace)), and has got to one of its own launches at any
 //! time. The launches of a batch are a [`LaunchSequence`], which runs in pieces, yields, and
-//! becomes CUDA graphs as that of a plan does. The sequence of the last batch is kept, so that the same
-//! members run it again.
+//! becomes CUDA graphs as that of a plan does. The sequence of the last batch is kept, so that the
+//! same members run it again.
 
 use std::ops::Range;
 
