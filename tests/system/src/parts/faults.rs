@@ -15,7 +15,8 @@ use crate::test_run::TestRun;
 const FULL: Counts = Counts {
     kills: 6,
     others: 2,
-    events: 1000,
+    // The time ends the run.
+    events: 1_000_000,
     keeps_executor: false,
     shares_weights: true,
     time: Some(Duration::from_secs(60 * 60)),
