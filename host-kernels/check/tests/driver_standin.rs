@@ -361,6 +361,8 @@ fn guests(engine: &CudaEngine) -> (Vec<Guest>, Vec<Vec<u32>>) {
         ..model(TINY_BIASES, Type::Q4K)
     };
     let mut guests = Guest::some(engine, model, 1, 3);
+    let can_batch = |guest: &Guest| guest.plan.batch_key().is_some();
+    assert!(guests.iter().all(can_batch));
     let expected = guests.iter_mut().map(Guest::alone).collect();
     (guests, expected)
 }
@@ -393,9 +395,13 @@ fn write_inputs(guests: &[Guest]) {
 #[test]
 fn batches_run_as_launches_and_as_graphs_of_the_driver() {
     let name = "batches_run_as_launches_and_as_graphs_of_the_driver";
-    for device in ["L4", "H100"] {
-        in_process(name, &[SMS, ("VGPU_STANDIN_DEVICES", device)], || {
-            let engine = engine().expect("an engine");
+    for gpu in ["L4", "H100"] {
+        in_process(name, &[SMS, ("VGPU_STANDIN_DEVICES", gpu)], || {
+            let engine = device(LaunchPolicy {
+                batch: true,
+                ..LaunchPolicy::default().for_single_nodes()
+            });
+            let engine = engine.expect("an engine");
             let (mut guests, expected) = guests(&engine);
             for _ in 0..3 {
                 write_inputs(&guests);
@@ -417,6 +423,7 @@ fn a_launch_that_the_driver_refuses_fails_no_more_than_its_member() {
     in_process(name, &[SMS], || {
         let engine = device(LaunchPolicy {
             graph_threshold: Duration::ZERO,
+            batch: true,
             ..LaunchPolicy::default()
         });
         let engine = engine.expect("an engine");
