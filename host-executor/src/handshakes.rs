@@ -246,8 +246,10 @@ enum Cost {
     Accepted,
     /// What the thread of the connection has used when it drops the handshake.
     Thread,
-    /// A worker process has been started or asked.
+    /// A worker process has been started.
     Worker,
+    /// None: the executor serves nobody now.
+    Excused,
     /// None: the connection has a session.
     Session,
 }
@@ -287,9 +289,14 @@ impl PendingHandshake {
         true
     }
 
-    /// A worker process serves the connection from now on.
-    pub(crate) fn has_worker(&mut self) {
+    /// A worker process is started for the connection.
+    pub(crate) fn gets_a_worker(&mut self) {
         self.cost = Cost::Worker;
+    }
+
+    /// The connection costs its origin nothing, however it ends: the executor cannot serve it.
+    pub(crate) fn excuse(&mut self) {
+        self.cost = Cost::Excused;
     }
 
     /// The connection has got a session, and its handshake is over.
@@ -320,7 +327,7 @@ impl Drop for PendingHandshake {
             Cost::Accepted => ACCEPT_COST,
             Cost::Thread => ACCEPT_COST + own_time(),
             Cost::Worker => ACCEPT_COST + WORKER_COST,
-            Cost::Session => Duration::ZERO,
+            Cost::Excused | Cost::Session => Duration::ZERO,
         };
         let mut state = self.all.state();
         if let Some(ended) = state.pending.remove(&self.id) {
@@ -435,11 +442,12 @@ mod tests {
         let end = |arrivals: &mut Arrivals, origin, count| {
             for _ in 0..count {
                 let (mut ticket, _far) = arrivals.arrive(origin);
-                ticket.as_mut().expect("room").has_worker();
+                ticket.as_mut().expect("room").gets_a_worker();
             }
         };
-        end(&mut arrivals, "a", 3);
-        assert_eq!(arrivals.handshakes.take_failed(), [3, 2, 1]);
+        end(&mut arrivals, "a", 11);
+        let failed = arrivals.handshakes.take_failed();
+        assert!(failed.into_iter().eq((1..=11).rev()));
         let is_now = |ticket: &Option<PendingHandshake>| {
             ticket.as_ref().expect("room").start <= Instant::now()
         };
@@ -448,8 +456,8 @@ mod tests {
         let (waiting, far) = arrivals.arrive("a");
         let mut waiting = waiting.expect("room");
         assert!(
-            waiting.start > Instant::now() + Duration::from_millis(500),
-            "100 ms at a tenth"
+            waiting.start > Instant::now() + Duration::from_millis(200),
+            "more than 50 ms at a tenth"
         );
         // Neither a peer that hangs up nor one that is closed to make room is waited for.
         drop(far);
@@ -468,19 +476,21 @@ mod tests {
         drop((waiting, cancelled));
 
         // Too much of it, and no connection is accepted.
-        end(&mut arrivals, "a", 18);
         end(&mut arrivals, "c", 1);
         while arrivals.arrive("a").0.is_some() {
             end(&mut arrivals, "a", 1);
         }
         let (other, _far) = arrivals.arrive("b");
         assert!(is_now(&other));
-        // A session costs nothing.
-        for _ in 0..100 {
-            let (session, _far) = arrivals.arrive("d");
-            let mut session = session.expect("room");
-            session.has_worker();
-            session.session_begins();
+        // Neither a session nor a connection that the executor cannot serve costs anything.
+        for i in 0..100 {
+            let (program, _far) = arrivals.arrive("d");
+            let mut program = program.expect("room");
+            program.gets_a_worker();
+            match i % 2 {
+                0 => program.session_begins(),
+                _ => program.excuse(),
+            }
         }
         assert!(is_now(&arrivals.arrive("d").0));
     }

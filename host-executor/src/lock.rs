@@ -30,7 +30,9 @@ pub(crate) enum Rank {
     /// tell them wait for it.
     Telling,
     /// The processes of a supervisor (`isolate::state`). A thread that gives workers their nice
-    /// levels reads the lists of their threads in `/proc` under this lock.
+    /// levels or their quotas reads what the kernel says of them, of the machine and of its control
+    /// group (`/proc`, `/sys/fs/cgroup`) under this lock, and logs the quotas. Neither waits for
+    /// another process.
     Processes,
     /// The table of sessions (`server::shared`). Held for a snapshot of all sessions, and to admit
     /// or remove one.

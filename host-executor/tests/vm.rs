@@ -324,7 +324,7 @@ fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
     let ended = server.status_handle().status().ended;
     let ended: Vec<_> = ended.by_kind().filter(|(_, count)| *count > 0).collect();
     // Three programs were refused memory and left.
-    assert_eq!(ended, [("closed", 3), ("link", 1)]);
+    assert_eq!(ended, [("closed", 3), ("evicted", 1)]);
     expect_one_evicted(" peer=vm memory slot ");
 }
 

@@ -565,7 +565,7 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     );
     assert_eq!(
         with_false_host(&path, |_| {}),
-        not_vgpu(SocketMismatch::Closed)
+        UnixConnectError::Closed { path: path.clone() }
     );
     // The host sends wrong files.
     let null = std::fs::File::open("/dev/null").unwrap();

@@ -7,11 +7,16 @@ use std::time::{Duration, Instant};
 /// The part of a processor that connections without a session may use for each origin.
 const RATE: f64 = 0.1;
 
-/// The cost that an origin may cause at once without a consequence.
-const BURST: Duration = Duration::from_millis(50);
+/// The cost that an origin may cause at once without a consequence: ten worker processes.
+const BURST: Duration = Duration::from_millis(500);
 
-/// How long a connection waits at most. Programs give up after 15 s.
-const MAX_WAIT: Duration = Duration::from_secs(10);
+/// How long a connection waits at most. Programs that connect anew at each load wait 1 s for an
+/// executor that did not answer before.
+const MAX_WAIT: Duration = Duration::from_millis(800);
+
+/// The largest debt of an origin. After any flood the origin is served again within
+/// `(MAX_DEBT - BURST) / RATE`, 5 s.
+const MAX_DEBT: Duration = Duration::from_secs(1);
 
 /// Origins that are remembered. Beyond that, the one with the smallest debt is forgotten.
 const MAX_ORIGINS: usize = 4096;
@@ -52,11 +57,12 @@ impl Debts {
         }
         if let Some(debt) = self.0.get_mut(origin) {
             *debt = Debt {
-                cost: debt.left(now) + cost,
+                cost: (debt.left(now) + cost).min(MAX_DEBT),
                 at: now,
             };
             return;
         }
+        let cost = cost.min(MAX_DEBT);
         if self.0.len() >= MAX_ORIGINS {
             self.0.retain(|_, debt| !debt.left(now).is_zero());
         }
@@ -79,7 +85,7 @@ mod tests {
     #[test]
     fn an_origin_waits_for_what_it_has_cost_and_no_other_origin_does() {
         let (mut debts, start) = (Debts::default(), Instant::now());
-        debts.add("a", 50 * MS, start);
+        debts.add("a", 500 * MS, start);
         assert_eq!(debts.wait("a", start), Some(Duration::ZERO), "a burst");
         debts.add("a", 20 * MS, start);
         assert_eq!(debts.wait("a", start), Some(200 * MS));
@@ -87,14 +93,24 @@ mod tests {
         // A tenth of the time that passes pays.
         let later = start + 150 * MS;
         assert_eq!(debts.wait("a", later), Some(50 * MS));
-        debts.add("a", 995 * MS, later);
-        assert_eq!(debts.wait("a", later), Some(10 * Duration::from_secs(1)));
+        debts.add("a", 75 * MS, later);
+        assert_eq!(debts.wait("a", later), Some(800 * MS));
         debts.add("a", MS, later);
         assert_eq!(debts.wait("a", later), None);
-        assert_eq!(
-            debts.wait("a", later + 11 * Duration::from_secs(1)),
-            Some(Duration::ZERO)
-        );
+        assert_eq!(debts.wait("a", later + 10 * MS), Some(800 * MS));
+    }
+
+    #[test]
+    fn an_origin_is_served_again_some_seconds_after_any_flood() {
+        let (mut debts, start) = (Debts::default(), Instant::now());
+        for origin in ["once", "often", "often", "often"] {
+            debts.add(origin, 3600 * 1000 * MS, start);
+        }
+        for origin in ["once", "often"] {
+            assert_eq!(debts.wait(origin, start + 4100 * MS), None);
+            assert_eq!(debts.wait(origin, start + 4200 * MS), Some(800 * MS));
+            assert_eq!(debts.wait(origin, start + 5000 * MS), Some(0 * MS));
+        }
     }
 
     #[test]
@@ -114,12 +130,12 @@ mod tests {
     #[test]
     fn the_number_of_origins_is_bounded_and_the_largest_debts_stay() {
         let (mut debts, now) = (Debts::default(), Instant::now());
-        debts.add("large", 100 * MS, now);
+        debts.add("large", 600 * MS, now);
         for i in 0..2 * MAX_ORIGINS {
             debts.add(&i.to_string(), MS, now);
         }
         assert_eq!(debts.0.len(), MAX_ORIGINS);
-        assert!(debts.wait("large", now) > Some(Duration::ZERO));
+        assert_eq!(debts.wait("large", now), None);
         // Debts that have been paid go first.
         debts.add("new", MS, now + 100 * MS);
         assert_eq!(debts.0.len(), 2);

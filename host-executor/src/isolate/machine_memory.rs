@@ -2,11 +2,12 @@
 //!
 //! A process can only compare its allocations with what the machine has left, and does not see what
 //! other processes have allocated and not touched. So the supervisor gives each worker a quota that
-//! the machine can hold: what is left beside all that other running processes may still touch. Such
-//! a quota may be less than the guest's part of the memory. It then grows, up to the part, as the
-//! machine gets more memory.
+//! the machine can hold: what is left beside all that other running processes may still touch, and
+//! for an unnamed guest beside the parts of all named ones. Such a quota may be less than the
+//! guest's part of the memory. It then grows, up to the part, as the machine gets more memory.
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::io;
 use std::time::Instant;
 
@@ -27,6 +28,9 @@ struct Division {
     left: u64,
     /// Bytes that running processes may still touch, without going beyond their quotas.
     untouched: u64,
+    /// Bytes of the parts of named guests that no running process has been given. Unnamed guests
+    /// get none of these.
+    reserved: u64,
 }
 
 impl Division {
@@ -38,27 +42,56 @@ impl Division {
             return None;
         }
         let partition = &processes.partition;
-        let untouched = |guest, quota: Option<u64>, touched: u64| {
-            let quota = devices(shared, partition, guest).saturating_mul(quota.unwrap_or(0));
-            quota.saturating_sub(touched)
+        let bytes = |guest, quota: Option<u64>| {
+            devices(shared, partition, guest).saturating_mul(quota.unwrap_or(0))
         };
-        let of_workers = { processes.workers.values() }.map(|worker| {
+        let (mut untouched, mut given) = (0u64, BTreeMap::<&str, u64>::new());
+        for worker in processes.workers.values() {
+            // Another allocation is refused to a worker that ends.
+            if worker.is_rejection || worker.is_closing {
+                continue;
+            }
+            let guest = worker.guest.as_deref();
             let touched = worker.files.as_ref().map_or(0, ProcFiles::touched);
-            untouched(worker.guest.as_deref(), worker.memory, touched)
-        });
-        let of_machines = processes.machines.values().map(|machine| {
-            let name = Some(machine.name.as_str());
-            untouched(name, part(partition, name), touched_by_machine(machine))
+            let promised = bytes(guest, worker.memory);
+            untouched = untouched.saturating_add(promised.saturating_sub(touched));
+            if let Some(name) = guest {
+                *given.entry(name).or_default() += promised;
+            }
+        }
+        for machine in processes.machines.values() {
+            let name = machine.name.as_str();
+            let promised = bytes(Some(name), part(partition, Some(name)));
+            let touched = touched_by_machine(machine).unwrap_or(promised);
+            untouched = untouched.saturating_add(promised.saturating_sub(touched));
+            *given.entry(name).or_default() += promised;
+        }
+        let reserved = partition.rules.guests.iter().map(|rule| {
+            let name = rule.name.as_str();
+            let given = given.get(name).copied().unwrap_or(0);
+            bytes(Some(name), rule.policy.memory).saturating_sub(given)
         });
         Some(Division {
             left: left(),
-            untouched: of_workers.chain(of_machines).fold(0, u64::saturating_add),
+            reserved: reserved.fold(0, u64::saturating_add),
+            untouched,
         })
     }
 
-    /// Bytes that nobody may still touch.
-    fn free(&self) -> u64 {
-        self.left.saturating_sub(self.untouched)
+    /// Bytes that a process of the guest can be given on all of its devices together.
+    fn free(&self, guest: Option<&str>) -> u64 {
+        let reserved = if guest.is_some() { 0 } else { self.reserved };
+        self.left
+            .saturating_sub(self.untouched)
+            .saturating_sub(reserved)
+    }
+
+    /// A running process of the guest gets so many bytes more.
+    fn give(&mut self, guest: Option<&str>, bytes: u64) {
+        self.untouched = self.untouched.saturating_add(bytes);
+        if guest.is_some() {
+            self.reserved = self.reserved.saturating_sub(bytes);
+        }
     }
 }
 
@@ -78,21 +111,19 @@ fn devices(shared: &SupervisorState, partition: &Partition, guest: Option<&str>)
 }
 
 /// Bytes that the executor of a virtual machine has touched. It is a child of `vgpu fd-store`, and
-/// may hide before its number is known: what its guests have allocated counts then, and nothing
-/// until it has reported that.
-fn touched_by_machine(machine: &VmProcess) -> u64 {
+/// may hide before its number is known: what its guests had allocated when it has last reported
+/// counts then. `None`: it has reported nothing yet.
+fn touched_by_machine(machine: &VmProcess) -> Option<u64> {
     let executor = machine.answers.executor();
-    match executor.and_then(|pid| ProcFiles::open(pid).ok()) {
-        Some(files) => files.touched(),
-        None => machine.report.as_ref().map_or(0, |report| {
-            let status = &report.status;
-            let devices = 0..status.engines().count();
-            devices.map(|device| status.memory_of_guests(device)).sum()
-        }),
+    if let Some(files) = executor.and_then(|pid| ProcFiles::open(pid).ok()) {
+        return Some(files.touched());
     }
+    let status = &machine.report.as_ref()?.status;
+    let devices = 0..status.engines().count();
+    Some(devices.map(|device| status.memory_of_guests(device)).sum())
 }
 
-/// Gives a worker that is about to start its quota. `guest`: its name, if it has one.
+/// Gives a worker that is about to start its quota.
 pub(super) fn add(shared: &SupervisorState, processes: &Processes, worker: &mut Worker) {
     let guest = worker.guest.as_deref();
     let part = part(&processes.partition, guest);
@@ -103,20 +134,26 @@ pub(super) fn add(shared: &SupervisorState, processes: &Processes, worker: &mut 
     let Some(division) = Division::of(shared, processes) else {
         return;
     };
-    let given = part.min(division.free() / devices(shared, &processes.partition, guest));
+    let given = part.min(division.free(guest) / devices(shared, &processes.partition, guest));
     worker.memory = Some(given);
     if given < part {
+        let reserved = if guest.is_some() {
+            0
+        } else {
+            division.reserved
+        };
         let now = Instant::now();
         let lines = shared.session_log.of(worker.guest_or_source(), now);
         if lines.passes(now) {
             warn!(
                 guest = worker.guest_or_source(),
                 "the guest gets {} of its {} of memory until the machine has more: it has {} left, \
-                 of which other guests may still use {}",
+                 of which running guests may still use {}, and {} are kept for named guests",
                 shown(given),
                 shown(part),
                 shown(division.left),
-                shown(division.untouched)
+                shown(division.untouched),
+                shown(reserved)
             );
         }
     }
@@ -124,10 +161,14 @@ pub(super) fn add(shared: &SupervisorState, processes: &Processes, worker: &mut 
 
 /// Changes the quotas of running workers after their parts have changed, and tells the workers.
 pub(super) fn apply(shared: &SupervisorState, processes: &mut Processes) {
+    let partition = &processes.partition;
     for worker in processes.workers.values_mut() {
-        // Without a rule the guest keeps what it has: the configuration names it no longer.
-        if let Some(part) = part(&processes.partition, worker.guest.as_deref()) {
-            worker.memory = worker.memory.map(|given| given.min(part)).or(Some(part));
+        // A guest that the configuration names no longer keeps what it has.
+        if let Some(policy) = partition.policy(worker.guest.as_deref()) {
+            worker.memory = match (worker.memory, policy.memory) {
+                (Some(given), Some(part)) => Some(given.min(part)),
+                (_, part) => part,
+            };
         }
     }
     grow(shared, processes, false);
@@ -149,30 +190,48 @@ pub(super) fn grow_and_tell(shared: &SupervisorState, processes: &mut Processes)
 
 /// Returns the workers whose quotas have grown.
 fn grow(shared: &SupervisorState, processes: &mut Processes, in_steps: bool) -> Vec<u64> {
+    let is_short = |worker: &Worker| {
+        let part = part(&processes.partition, worker.guest.as_deref())?;
+        let is_short = !worker.is_closing && !worker.is_rejection && worker.memory? < part;
+        is_short.then_some(part)
+    };
     let short: Vec<(u64, u64)> = { processes.workers.iter() }
-        .filter(|(_, worker)| !worker.is_closing && !worker.is_rejection)
-        .filter_map(|(&id, worker)| {
-            let part = part(&processes.partition, worker.guest.as_deref())?;
-            (worker.memory? < part).then_some((id, part))
-        })
+        .filter_map(|(&id, worker)| Some((id, is_short(worker)?)))
         .collect();
+    if short.is_empty() {
+        return Vec::new();
+    }
+    let mut division = Division::of(shared, processes);
     let mut grown = Vec::new();
     for (id, part) in short {
-        let division = Division::of(shared, processes);
         let Some(worker) = processes.workers.get_mut(&id) else {
             continue;
         };
+        let guest = worker.guest.as_deref();
         let given = worker.memory.unwrap_or(0);
-        let devices = devices(shared, &processes.partition, worker.guest.as_deref());
-        let more = division.map_or(u64::MAX, |division| division.free() / devices);
+        let devices = devices(shared, &processes.partition, guest);
+        let more = match &division {
+            Some(division) => division.free(guest) / devices,
+            None => u64::MAX,
+        };
         let wanted = part.min(given.saturating_add(more));
         let step = if in_steps { STEP.min(part - given) } else { 1 };
-        if wanted - given >= step {
-            worker.memory = Some(wanted);
-            grown.push(id);
-            if wanted == part {
-                let guest = worker.guest_or_source();
-                info!(guest, "the guest has its {} of memory now", shown(part));
+        if wanted - given < step {
+            continue;
+        }
+        if let Some(division) = &mut division {
+            division.give(guest, devices.saturating_mul(wanted - given));
+        }
+        worker.memory = Some(wanted);
+        grown.push(id);
+        if wanted == part {
+            let (who, now) = (worker.guest_or_source(), Instant::now());
+            if shared.session_log.of(who, now).passes(now) {
+                info!(
+                    guest = who,
+                    "the guest has its {} of memory now",
+                    shown(part)
+                );
             }
         }
     }
@@ -218,7 +277,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// A supervisor on a machine that has as many MiB left as the counter says. Guest `a` has a
-    /// part of 600 MiB, and each unnamed guest one of 400 MiB.
+    /// part of 600 MiB, which is kept for it, and each unnamed guest one of 400 MiB.
     fn supervisor(
         left: u64,
         overcommit: bool,
@@ -265,8 +324,17 @@ mod tests {
 
     /// Starts a worker without a process. Returns its end of the socket.
     fn start(shared: &SupervisorState, id: u64, guest: Option<&str>) -> IpcSocket {
+        start_worker(shared, id, guest, false)
+    }
+
+    fn start_worker(
+        shared: &SupervisorState,
+        id: u64,
+        guest: Option<&str>,
+        is_rejection: bool,
+    ) -> IpcSocket {
         let (ipc, theirs) = IpcSocket::pair().expect("a socket pair");
-        let mut worker = Worker::new(ipc, guest.map(str::to_owned), false);
+        let mut worker = Worker::new(ipc, guest.map(str::to_owned), is_rejection);
         let mut processes = shared.processes();
         add(shared, &processes, &mut worker);
         tell(&processes.partition, &worker).expect("a worker that is there");
@@ -304,15 +372,15 @@ mod tests {
         let first = start(&shared, 1, None);
         let second = start(&shared, 2, Some("a"));
         let third = start(&shared, 3, None);
-        assert_eq!(quotas(&shared), [400, 500, 0]);
-        assert_eq!([&first, &second, &third].map(told), [400, 500, 0].map(Some));
+        assert_eq!(quotas(&shared), [300, 600, 0], "600 are kept for a");
+        assert_eq!([&first, &second, &third].map(told), [300, 600, 0].map(Some));
 
         // Other programs of the machine end: the first that got too little is the first to get
         // more, and those without a change are not told.
         left.store(1050 * MIB, Ordering::Relaxed);
         grow_and_tell(&shared, &mut shared.processes());
         assert_eq!(quotas(&shared), [400, 600, 0], "less than a step is left");
-        assert_eq!([&first, &second, &third].map(told), [None, Some(600), None]);
+        assert_eq!([&first, &second, &third].map(told), [Some(400), None, None]);
 
         // A worker ends.
         shared.processes().workers.remove(&1);
@@ -328,7 +396,7 @@ mod tests {
 
     #[test]
     fn touched_memory_of_a_worker_is_not_promised_once_more() {
-        let (shared, _) = supervisor(600, false, 1);
+        let (shared, _) = supervisor(1200, false, 1);
         let _first = start(&shared, 1, None);
         // This process counts as the worker: it has touched at least the bytes of this vector.
         let touched = std::hint::black_box(vec![1u8; 100 << 20]);
@@ -349,9 +417,9 @@ mod tests {
 
     #[test]
     fn each_device_has_an_equal_share_of_what_is_left() {
-        let (shared, _) = supervisor(900, false, 2);
-        let _workers = [start(&shared, 1, None), start(&shared, 2, Some("a"))];
-        assert_eq!(quotas(&shared), [400, 50]);
+        let (shared, _) = supervisor(1300, false, 2);
+        let _workers = [start(&shared, 1, Some("a")), start(&shared, 2, None)];
+        assert_eq!(quotas(&shared), [600, 50]);
     }
 
     #[test]
@@ -371,5 +439,53 @@ mod tests {
         left.store(2000 * MIB, Ordering::Relaxed);
         grow_and_tell(&shared, &mut shared.processes());
         assert_eq!(told(&second), Some(1000));
+    }
+
+    #[test]
+    fn parts_of_named_guests_are_kept_from_unnamed_ones() {
+        let (shared, left) = supervisor(600, false, 1);
+        let _unnamed = start(&shared, 1, None);
+        assert_eq!(quotas(&shared), [0]);
+        // The rest of a part, too.
+        left.store(500 * MIB, Ordering::Relaxed);
+        let _named = start(&shared, 2, Some("a"));
+        assert_eq!(quotas(&shared), [0, 500]);
+        left.store(700 * MIB, Ordering::Relaxed);
+        grow_and_tell(&shared, &mut shared.processes());
+        assert_eq!(quotas(&shared), [100, 600]);
+        // Bytes that a named guest has been given are kept once.
+        left.store(900 * MIB, Ordering::Relaxed);
+        grow_and_tell(&shared, &mut shared.processes());
+        assert_eq!(quotas(&shared), [300, 600]);
+    }
+
+    #[test]
+    fn workers_that_reject_guests_or_end_are_promised_nothing() {
+        let (shared, _) = supervisor(1000, false, 1);
+        let _rejecting = start_worker(&shared, 1, None, true);
+        let _ending = start(&shared, 2, None);
+        if let Some(worker) = shared.processes().workers.get_mut(&2) {
+            worker.close();
+        }
+        let _worker = start(&shared, 3, None);
+        assert_eq!(quotas(&shared)[2], 400);
+    }
+
+    #[test]
+    fn a_part_that_is_taken_away_is_no_limit_any_more() {
+        let (shared, _) = supervisor(500, false, 1);
+        let socket = start(&shared, 1, Some("a"));
+        assert_eq!(told(&socket), Some(500));
+        let mut processes = shared.processes();
+        processes.partition.rules.guests[0].policy.memory = None;
+        apply(&shared, &mut processes);
+        assert_eq!(processes.workers[&1].memory, None);
+        assert_eq!(told(&socket), None);
+        // A guest that the configuration names no longer keeps what it has.
+        processes.partition.rules.guests[0].policy.memory = Some(300 * MIB);
+        apply(&shared, &mut processes);
+        processes.partition.rules.guests.clear();
+        apply(&shared, &mut processes);
+        assert_eq!(processes.workers[&1].memory, Some(300 * MIB));
     }
 }

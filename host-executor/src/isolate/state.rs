@@ -437,7 +437,7 @@ impl Worker {
         UnassignedProgram {
             socket,
             peer,
-            mut pending,
+            pending,
         }: UnassignedProgram,
         rejection: Option<Rejection>,
         certificates: Option<&OwnedFd>,
@@ -447,7 +447,6 @@ impl Worker {
             self.send(&Command::Certificates, Some(file))?;
             self.has_certificates = true;
         }
-        pending.has_worker();
         let command = Command::Serve {
             session,
             guest: self.guest.clone(),

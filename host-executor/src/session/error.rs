@@ -69,7 +69,7 @@ pub enum SessionEnd {
 }
 
 /// Kinds of ends, for statistics.
-pub(crate) const END_KINDS: [&str; 13] = [
+pub(crate) const END_KINDS: [&str; 14] = [
     "closed",
     "link",
     "violation",
@@ -83,6 +83,7 @@ pub(crate) const END_KINDS: [&str; 13] = [
     "draining",
     "drained",
     "killed",
+    "evicted",
 ];
 
 impl SessionEnd {
@@ -90,6 +91,7 @@ impl SessionEnd {
     pub(crate) fn kind(&self) -> usize {
         match self {
             SessionEnd::Closed => 0,
+            SessionEnd::Link(LinkError::Evicted) => 13,
             SessionEnd::Link(_) => 1,
             SessionEnd::Violation(_) => 2,
             SessionEnd::NoHello(_) => 3,
@@ -320,7 +322,9 @@ mod tests {
             "the link failed: the guest was evicted: its heartbeat had stopped, and another \
              program needed its slot or its memory"
         );
-        assert_eq!(END_KINDS[evicted.kind()], "link");
+        assert_eq!(END_KINDS[evicted.kind()], "evicted");
+        let failed = SessionEnd::Link(LinkError::Stalled { seconds: 60 });
+        assert_eq!(END_KINDS[failed.kind()], "link");
         let drained = all.for_one();
         drained.drain(Duration::from_secs(60));
         let end = SessionEnd::asked_by(&drained).expect("it is set");

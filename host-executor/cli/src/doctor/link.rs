@@ -280,6 +280,12 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
             is_there: true,
             is_broken: true,
         },
+        ConnectError::Unix(UnixConnectError::Closed { .. }) => Miss {
+            what,
+            is_there: true,
+            is_broken: true,
+            next: Some("see the log of vgpu serve: journalctl --unit vgpu".into()),
+        },
         ConnectError::Unix(UnixConnectError::Timeout { .. } | UnixConnectError::Link { .. }) => {
             Miss {
                 what,

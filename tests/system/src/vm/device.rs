@@ -338,16 +338,39 @@ impl Booted {
         ))
     }
 
-    /// The device is unplugged while no program uses it. The machine goes on.
+    /// The device is unplugged while a program computes. The program gets an error, and the machine
+    /// goes on without a device.
     pub(crate) fn unplugged(&mut self, prepared: &Prepared) -> Result<String> {
+        let environment = format!("{PLUGIN} {}", PCI.environment);
+        let program = Program::start(&mut self.guest, "unplugged", &environment, 99)?;
+        program.begin(&mut self.guest, LONG)?;
+        program.wait_for_tokens(&mut self.guest, 2)?;
         let mut qmp = Qmp::connect(&monitor(prepared))?;
         qmp.run("device_del", json!({ "id": "vgpu0" }))?;
         qmp.event("DEVICE_DELETED")?;
+        let lost = program.loss(&mut self.guest)?;
+        ensure!(
+            lost == "the peer closed the link",
+            "the program blames somebody: {lost}"
+        );
+        // Without a device there is no next load.
+        program.begin(&mut self.guest, LONG)?;
+        let end = program.end(&mut self.guest)?;
+        ensure!(
+            matches!(end, Outcome::Failed(_)),
+            "{end:?} without a device:\n{}",
+            program.errors(&mut self.guest)?
+        );
+        let oops = "dmesg | grep 'BUG:\\|Oops\\|Call Trace\\|segfault'";
+        let oops = self.guest.run(oops)?.output;
+        ensure!(oops.is_empty(), "the guest's kernel says:\n{oops}");
         let left = "grep -l 0x2331 /sys/bus/pci/devices/*/device; true";
         let left = self.guest.run(left)?.good("listing devices")?;
         ensure!(left.trim().is_empty(), "the guest has {left}");
         self.guest.doctor_finds(&PCI, "no vGPU")?;
-        Ok("no device, and the machine goes on".to_owned())
+        Ok(format!(
+            "an error ({lost}), no device, and the machine goes on"
+        ))
     }
 
     /// Ends the guest and the executor.

@@ -154,22 +154,6 @@ fn start(guest: &mut Guest, name: &'static str) -> Result<Program> {
     Program::start(guest, name, &environment, 99)
 }
 
-/// Waits for the end of a generation that has lost its session. Returns the error.
-fn loss(guest: &mut Guest, program: &Program) -> Result<String> {
-    let end = program.end(guest)?;
-    let errors = program.errors(guest)?;
-    ensure!(
-        matches!(end, Outcome::Failed(_)),
-        "the generation ended with {end:?}, although its session has ended:\n{errors}"
-    );
-    let line = errors
-        .lines()
-        .rev()
-        .find_map(|line| line.split_once(" is lost: "));
-    let (_, reason) = line.with_context(|| format!("no error names a loss:\n{errors}"))?;
-    Ok(reason.split(". ").next().unwrap_or_default().to_owned())
-}
-
 impl Events<'_> {
     fn status(&self) -> Result<Value> {
         executor::status(&self.prepared.dist.vgpu, &self.control)
@@ -281,7 +265,7 @@ impl Events<'_> {
             "the sessions ended after {took:?} already"
         );
         self.qmp.run("cont", json!({}))?;
-        let lost = loss(&mut self.guest, &self.program)?;
+        let lost = self.program.loss(&mut self.guest)?;
         self.generate()?;
         Ok(format!(
             "sessions ended after {} s; an error ({lost}), then {LONG} tokens equal",
@@ -378,7 +362,7 @@ impl Events<'_> {
             ))?
             .good("freezing the executor in the guest")?;
         // The executor stays frozen until the program has its error.
-        let lost = loss(&mut self.guest, &inside)?;
+        let lost = inside.loss(&mut self.guest)?;
         self.guest
             .run(&format!("echo 0 > {GROUP}/cgroup.freeze"))?
             .good("thawing the executor in the guest")?;
@@ -519,7 +503,7 @@ impl Events<'_> {
         self.begin()?;
         self.qmp.run("device_del", json!({ "id": "vgpu" }))?;
         self.qmp.event("DEVICE_DELETED")?;
-        let lost = loss(&mut self.guest, &self.program)?;
+        let lost = self.program.loss(&mut self.guest)?;
         ensure!(
             lost == "the peer closed the link",
             "the program blames somebody: {lost}"

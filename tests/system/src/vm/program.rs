@@ -128,6 +128,23 @@ impl Program {
         }
     }
 
+    /// Waits for the end of a generation whose session has ended. Returns the reason of the loss, as
+    /// the plugin says it.
+    pub(super) fn loss(&self, guest: &mut Guest) -> Result<String> {
+        let end = self.end(guest)?;
+        let errors = self.errors(guest)?;
+        ensure!(
+            matches!(end, Outcome::Failed(_)),
+            "the generation ended with {end:?}, although its session has ended:\n{errors}"
+        );
+        let line = errors
+            .lines()
+            .rev()
+            .find_map(|line| line.split_once(" is lost: "));
+        let (_, reason) = line.with_context(|| format!("no error names a loss:\n{errors}"))?;
+        Ok(reason.split(". ").next().unwrap_or_default().to_owned())
+    }
+
     /// Generates `count` tokens, without an event.
     pub(super) fn tokens(&self, guest: &mut Guest, count: usize) -> Result<String> {
         self.begin(guest, count)?;

@@ -18,11 +18,15 @@ use crate::link::window::WindowHost;
 use crate::link::window_end::unmapped;
 use crate::shm::doorbell::{Doorbell, Wake, new_eventfd};
 use crate::shm::layout::{self, Layout};
-use crate::shm::liveness::{self, ALIVE, Liveness};
+use crate::shm::liveness::{self, ALIVE, Liveness, PERIOD};
 use crate::shm::memory::{MapError, SharedWords as _, Window};
 
-/// The time that a session has to end after another guest has requested its slot. After it, the
-/// host answers [`VERDICT_BUSY`].
+/// How long a request for the slot of a session without a heartbeat waits for the next heartbeat:
+/// after a pause of the machine all of its programs are silent until then. Less than the 2 s that a
+/// guest waits for its answer, with the time to end the session.
+const HEARTBEAT_WAIT: Duration = PERIOD.saturating_add(Duration::from_millis(250));
+
+/// The time that a session has to end after that. Then the host answers [`VERDICT_BUSY`].
 const EVICTION: Duration = Duration::from_millis(500);
 
 /// The doorbell of a virtual machine, and the detection of the machine's end.
@@ -263,9 +267,12 @@ impl VmWindow {
                     answer(&self.page, k, number, VERDICT_BUSY);
                     continue;
                 }
+                if since.elapsed() < HEARTBEAT_WAIT {
+                    continue;
+                }
                 eviction.is_asked.store(true, Ordering::Relaxed);
                 let _ = rustix::io::write(&eviction.event, &1u64.to_ne_bytes());
-                if since.elapsed() > EVICTION {
+                if since.elapsed() > HEARTBEAT_WAIT + EVICTION {
                     slot.waiting = None;
                     answer(&self.page, k, number, VERDICT_BUSY);
                 }
@@ -454,32 +461,94 @@ mod tests {
         assert_eq!(page.load(word::HOST_STATE), 0);
     }
 
+    /// A machine with a session in its first slot, whose program was silent for as long as
+    /// [`ALIVE`], and has been asked for by another program since.
+    struct Contended {
+        machine: VmWindow,
+        directory: Window,
+        slot: Window,
+        eviction: Arc<Eviction>,
+        /// When the slot was asked for.
+        since: Instant,
+    }
+
+    impl Contended {
+        fn new() -> Contended {
+            let size = directory::MIN_SIZE;
+            let memory = sealed_file(size).unwrap();
+            let bell = VmDoorbell::new(new_eventfd().unwrap(), None);
+            let mut machine = VmWindow::new(memory.try_clone().unwrap(), size, bell, None).unwrap();
+            let begin = machine.directory().slot(0).start as u64;
+            let map = |begin| Window::map_part(memory.as_fd(), begin, PAGE).unwrap();
+            let (directory, slot) = (map(0), map(begin));
+            let eviction = Arc::new(Eviction {
+                is_asked: AtomicBool::new(false),
+                event: new_eventfd().unwrap(),
+            });
+            let mut heartbeat = GuestHeartbeat::new(map(begin));
+            heartbeat.changed = Instant::now().checked_sub(ALIVE).unwrap();
+            machine.slots[0].running = Some(Running {
+                token: Arc::downgrade(&eviction),
+                heartbeat,
+            });
+            directory.store(word::request(0), 99);
+            let mut contended = Contended {
+                machine,
+                directory,
+                slot,
+                eviction,
+                since: Instant::now(),
+            };
+            contended.next();
+            contended
+        }
+
+        fn next(&mut self) {
+            let event = self.machine.next(Duration::from_millis(1)).unwrap();
+            assert!(matches!(event, VmEvent::Nothing), "{event:?}");
+        }
+
+        fn is_asked(&self) -> bool {
+            self.eviction.is_asked.load(Ordering::Relaxed)
+        }
+
+        /// The answer to the program that asks for the slot.
+        fn verdict(&self) -> Option<u64> {
+            let is_answered = self.directory.load(word::answered(0)) == 99;
+            is_answered.then(|| self.directory.load(word::verdict(0)))
+        }
+    }
+
     /// A program that had a heartbeat and ended long ago loses its slot to the first request.
     #[test]
     fn slot_of_a_program_that_is_dead_is_free_at_the_first_request() {
-        let size = directory::MIN_SIZE;
-        let memory = sealed_file(size).unwrap();
-        let bell = VmDoorbell::new(new_eventfd().unwrap(), None);
-        let mut machine = VmWindow::new(memory.try_clone().unwrap(), size, bell, None).unwrap();
-        let slot = machine.directory().slot(0);
-        let page = Window::map_part(memory.as_fd(), slot.start as u64, PAGE).unwrap();
-        let beat = Window::map_part(memory.as_fd(), slot.start as u64, PAGE).unwrap();
-        let eviction = Arc::new(Eviction {
+        let mut contended = Contended::new();
+        while !contended.is_asked() {
+            assert_eq!(contended.verdict(), None);
+            contended.next();
+        }
+        assert!(contended.since.elapsed() >= HEARTBEAT_WAIT);
+        // The session ends, and the program gets the slot.
+        contended.eviction = Arc::new(Eviction {
             is_asked: AtomicBool::new(false),
             event: new_eventfd().unwrap(),
         });
-        machine.slots[0].running = Some(Running {
-            token: Arc::downgrade(&eviction),
-            heartbeat: GuestHeartbeat::new(page),
-        });
-        let mut next = || machine.next(Duration::from_millis(1)).unwrap();
-        beat.store(layout::word::GUEST_HEARTBEAT, 7);
-        assert!(matches!(next(), VmEvent::Nothing));
-        std::thread::sleep(ALIVE);
-        let directory = Window::map_part(memory.as_fd(), 0, PAGE).unwrap();
-        directory.store(word::request(0), 99);
-        next();
-        assert_ne!(directory.load(word::answered(0)), 99, "busy");
-        assert!(eviction.is_asked.load(Ordering::Relaxed));
+        let event = contended.machine.next(Duration::from_millis(1)).unwrap();
+        assert!(matches!(event, VmEvent::Arrival(_)), "{event:?}");
+        assert_eq!(contended.verdict(), None);
+    }
+
+    /// After a pause of the machine, a request may come before the next heartbeat.
+    #[test]
+    fn program_of_a_machine_that_was_paused_keeps_its_slot() {
+        let mut contended = Contended::new();
+        while contended.since.elapsed() < PERIOD {
+            contended.next();
+            assert_eq!(contended.verdict(), None);
+        }
+        contended.slot.store(layout::word::GUEST_HEARTBEAT, 7);
+        contended.next();
+        assert_eq!(contended.verdict(), Some(VERDICT_BUSY));
+        assert!(!contended.is_asked());
     }
 }

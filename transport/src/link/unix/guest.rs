@@ -47,6 +47,12 @@ pub enum UnixConnectError {
         path: PathBuf,
         cause: SocketMismatch,
     },
+    #[error(
+        "{path}: the connection was closed before an answer: the executor does not accept it now, \
+         and its log says why, or another program listens there",
+        path = path.display()
+    )]
+    Closed { path: PathBuf },
     #[error("{path}: no answer within {ms} ms", path = path.display())]
     Timeout { path: PathBuf, ms: u128 },
     #[error(
@@ -73,8 +79,6 @@ pub enum SocketMismatch {
     /// The socket is not a `SOCK_SEQPACKET` socket.
     #[error("the socket has another type")]
     SocketType,
-    #[error("the peer closed the socket")]
-    Closed,
     /// The peer has sent something other than a packet of the handshake.
     #[error(transparent)]
     Packet(#[from] LinkViolation),
@@ -119,10 +123,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnec
             path: path.clone(),
             cause: why.into(),
         },
-        PacketError::Link(LinkError::Closed) => UnixConnectError::NotVgpu {
-            path: path.clone(),
-            cause: SocketMismatch::Closed,
-        },
+        PacketError::Link(LinkError::Closed) => UnixConnectError::Closed { path: path.clone() },
         PacketError::Link(error) => UnixConnectError::Link {
             path: path.clone(),
             error,
