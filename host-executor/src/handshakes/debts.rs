@@ -109,7 +109,7 @@ mod tests {
         for origin in ["once", "often"] {
             assert_eq!(debts.wait(origin, start + 4100 * MS), None);
             assert_eq!(debts.wait(origin, start + 4200 * MS), Some(800 * MS));
-            assert_eq!(debts.wait(origin, start + 5000 * MS), Some(0 * MS));
+            assert_eq!(debts.wait(origin, start + 5000 * MS), Some(Duration::ZERO));
         }
     }
 

@@ -128,8 +128,8 @@ impl Program {
         }
     }
 
-    /// Waits for the end of a generation whose session has ended. Returns the reason of the loss, as
-    /// the plugin says it.
+    /// Waits for the end of a generation whose session has ended. Returns the reason of the loss
+    /// in the words of the plugin.
     pub(super) fn loss(&self, guest: &mut Guest) -> Result<String> {
         let end = self.end(guest)?;
         let errors = self.errors(guest)?;
