@@ -398,6 +398,8 @@ typedef ggml_backend_buffer_t ggml_backend_buffer_init_fn(ggml_backend_buffer_ty
 // Exported by ggml, for a program that computes with backends. These hide the layout of a buffer
 // type.
 typedef size_t ggml_backend_buft_get_max_size_fn(ggml_backend_buffer_type_t buft);
+typedef size_t ggml_backend_buft_get_alloc_size_fn(ggml_backend_buffer_type_t buft,
+    const struct ggml_tensor * tensor);
 typedef ggml_backend_buffer_t ggml_backend_buft_alloc_buffer_fn(ggml_backend_buffer_type_t buft,
     size_t size);
 typedef void ggml_backend_buffer_free_fn(ggml_backend_buffer_t buffer);

@@ -10,6 +10,7 @@ use vgpu_transport::lock::lock;
 
 use crate::library::Library;
 use crate::memory::Allocator;
+use crate::placement::Placement;
 use crate::tensors::Graph;
 
 /// The graphs in a row that a backend has to fail before the device counts as lost. Most backends
@@ -100,6 +101,9 @@ pub(crate) struct BackendDevice {
     /// uses freed memory if its backend computes another graph after that.
     pub(crate) renews_backend: bool,
     pub(crate) failures: Failures,
+    /// ggml's name of the device.
+    pub(crate) name: String,
+    pub(crate) placement: Placement,
 }
 
 // SAFETY: the device object belongs to the backend's library, which is never unloaded, and not to a
@@ -125,6 +129,25 @@ impl BackendDevice {
         }
     }
 
+    /// Counts a graph that no backend could compute.
+    fn failed(&self) -> c_int {
+        let status = abi::GGML_STATUS_FAILED as c_int;
+        self.failures.count(status);
+        status
+    }
+
+    /// Whether kernels for `node` access no byte behind the tensor: neither behind rows of quantised
+    /// blocks, which some backends read in larger units, nor behind a result, where some keep what
+    /// they have converted. ggml's own allocator gives a tensor as many bytes as the backend wants.
+    /// Guests give it `bytes`, and may have another tensor behind.
+    ///
+    /// # Safety
+    /// As for [`BackendDevice::supports`].
+    pub(crate) unsafe fn keeps_within(&self, node: *const abi::ggml_tensor, bytes: u64) -> bool {
+        // SAFETY: the node is valid (this function's contract).
+        unsafe { self.allocator.tensor_bytes(node) <= bytes }
+    }
+
     /// Computes a graph. All results are in memory on return.
     ///
     /// # Errors
@@ -139,7 +162,7 @@ impl BackendDevice {
             // SAFETY: the device belongs to the library. Threads are for the CPU backend only.
             match unsafe { Backend::new(self.ggml, self.device, 0) } {
                 Some(new) => *current = new,
-                None => return Err(abi::GGML_STATUS_FAILED as c_int),
+                None => return Err(self.failed()),
             }
         }
         let backend = current.raw.as_ptr();
@@ -148,7 +171,7 @@ impl BackendDevice {
         unsafe {
             let iface = &(*backend).iface;
             let Some(compute) = iface.graph_compute else {
-                return Err(abi::GGML_STATUS_FAILED as c_int);
+                return Err(self.failed());
             };
             let status = compute(backend, graph.as_mut_ptr()) as c_int;
             if let Some(synchronize) = iface.synchronize {

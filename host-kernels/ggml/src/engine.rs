@@ -1,5 +1,7 @@
 //! The engine: a device of a backend, and what runs the nodes that the device cannot.
 
+use std::collections::BTreeMap;
+use std::num::NonZero;
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex};
@@ -15,6 +17,7 @@ use crate::device::{Backend, BackendDevice, Failures};
 use crate::library::{DeviceInfo, Library};
 use crate::loader::LibraryError;
 use crate::memory::{Allocator, allocation_size};
+use crate::placement::{Placed, Placement};
 use crate::plan::{GgmlPlan, compile_bytes};
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
@@ -38,7 +41,7 @@ pub struct GgmlEngine {
 
 impl GgmlEngine {
     /// Starts the backend at `path`, on the device with the name `device`, or on the first one.
-    /// `threads` is for a backend that computes on the CPU; 0 stands for the backend's default.
+    /// `threads` is for a backend that computes on the CPU; 0 stands for one per core.
     /// `memory` limits the bytes of all buffers. `fallback` is an engine of the host's memory that
     /// has every operator.
     ///
@@ -92,6 +95,10 @@ impl GgmlEngine {
             }
             buft
         };
+        let threads = match threads {
+            0 => std::thread::available_parallelism().map_or(1, NonZero::get),
+            count => count,
+        };
         // SAFETY: the device is one of the library's.
         let backend = unsafe { Backend::new(library, found, threads) };
         let backend = backend.filter(|_| !buft.is_null()).ok_or_else(failed)?;
@@ -117,10 +124,20 @@ impl GgmlEngine {
                 is_cpu,
                 renews_backend: name.starts_with("Vulkan"),
                 failures: Failures::default(),
+                name: name.clone(),
+                placement: Placement::default(),
             }),
             name: format!("ggml:{name}"),
             fallback,
         })
+    }
+}
+
+impl GgmlEngine {
+    /// How many nodes of each operator the device computes, and how many the fallback, in all
+    /// graphs so far. By the operator's name in ggml.
+    pub fn placement(&self) -> BTreeMap<&'static str, Placed> {
+        self.device.placement.by_operator()
     }
 }
 

@@ -6,6 +6,7 @@
 //! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
 //!   graph that the backend gets. `device`: a device of the backend.
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
+//!   `placement`: how many nodes went where.
 //! - [`GgmlEngine`]: the engine.
 //!
 //! A backend of ggml ends the process if a tensor has content that the backend does not expect,
@@ -19,9 +20,11 @@ pub mod library;
 mod loader;
 mod memory;
 mod params;
+mod placement;
 mod plan;
 mod tensors;
 
 pub use engine::GgmlEngine;
 pub use library::{DeviceInfo, DeviceKind, Library};
 pub use loader::LibraryError;
+pub use placement::Placed;

@@ -9,13 +9,14 @@ use vgpu_ggml_abi::versions::{self, Version};
 use vgpu_ggml_abi::{ApiVersion, Function};
 
 use crate::ids::Ids;
-use crate::loader::{Handle, LibraryError, text};
+use crate::loader::{self, Handle, LibraryError, text};
 
 /// The functions of ggml that the engine calls. These functions hide the layout of a buffer type,
 /// which depends on the release.
 #[derive(Debug)]
 pub(crate) struct Functions {
     pub(crate) buft_get_max_size: Function<abi::ggml_backend_buft_get_max_size_fn>,
+    pub(crate) buft_get_alloc_size: Function<abi::ggml_backend_buft_get_alloc_size_fn>,
     pub(crate) buft_alloc_buffer: Function<abi::ggml_backend_buft_alloc_buffer_fn>,
     pub(crate) buffer_free: Function<abi::ggml_backend_buffer_free_fn>,
     pub(crate) backend_free: Function<abi::ggml_backend_free_fn>,
@@ -92,6 +93,8 @@ impl Library {
     /// above as in Ollama, it is loaded first, so that a backend without a run path finds it. So is
     /// any other library from these folders that the dynamic linker does not find.
     ///
+    /// A process has one ggml: a second backend with another `libggml-base.so` is refused.
+    ///
     /// # Errors
     /// [`LibraryError`] says why the file cannot be used.
     pub fn load(path: &Path) -> Result<Library, LibraryError> {
@@ -104,8 +107,9 @@ impl Library {
         let mut bases = folders.iter().flat_map(|folder| {
             ["libggml-base.so.0", "libggml-base.so"].map(|name| folder.join(name))
         });
-        if let Some(base) = bases.find(|base| base.exists()) {
-            Handle::open_with_dependencies(&base, &folders, FLAGS)?;
+        let base = bases.find(|base| base.exists());
+        if let Some(base) = &base {
+            Handle::open_with_dependencies(base, &folders, FLAGS)?;
         }
         let handle = Handle::open_with_dependencies(path, &folders, FLAGS)?;
         let version: Function<abi::ggml_version_fn>;
@@ -117,6 +121,13 @@ impl Library {
             version = handle.function(c"ggml_version")?;
             init = handle.function(c"ggml_backend_init")?;
             score = handle.function(c"ggml_backend_score").ok();
+        }
+        // The dynamic linker takes a library that is loaded for any other of the same name.
+        if let (Some(base), Some(loaded)) = (base, loader::file_of(version as *const c_void))
+            && !loader::is_same_file(&base, &loaded)
+        {
+            let path = path.to_owned();
+            return Err(LibraryError::OtherGgml { path, base, loaded });
         }
         // SAFETY: `ggml_version` takes no argument and returns a string literal of a library that
         // stays loaded.
@@ -130,6 +141,7 @@ impl Library {
         let functions = unsafe {
             Functions {
                 buft_get_max_size: handle.function(c"ggml_backend_buft_get_max_size")?,
+                buft_get_alloc_size: handle.function(c"ggml_backend_buft_get_alloc_size")?,
                 buft_alloc_buffer: handle.function(c"ggml_backend_buft_alloc_buffer")?,
                 buffer_free: handle.function(c"ggml_backend_buffer_free")?,
                 backend_free: handle.function(c"ggml_backend_free")?,

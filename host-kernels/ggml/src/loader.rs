@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
@@ -18,6 +19,21 @@ pub enum LibraryError {
     #[error("{path} is not a backend of ggml: no function `{symbol}` in it or what it depends on")]
     #[allow(missing_docs)]
     Symbol { path: PathBuf, symbol: String },
+    /// The process has loaded another ggml before.
+    #[error(
+        "{path} belongs to {base}, but this process has loaded {loaded} before, for another \
+         backend. The backends of one process need the same ggml: use --engine with backends of \
+         one folder, or start another executor",
+        path = path.display(),
+        base = base.display(),
+        loaded = loaded.display()
+    )]
+    #[allow(missing_docs)]
+    OtherGgml {
+        path: PathBuf,
+        base: PathBuf,
+        loaded: PathBuf,
+    },
     /// The release of ggml is not supported.
     #[error("{path}: {reason}")]
     #[allow(missing_docs)]
@@ -160,6 +176,30 @@ impl Handle {
         // (this function's contract). The sizes are equal (asserted above).
         Ok(unsafe { std::mem::transmute_copy(&symbol) })
     }
+}
+
+/// The file of the loaded library that has this address, if any has.
+pub(crate) fn file_of(address: *const c_void) -> Option<PathBuf> {
+    // SAFETY: every field is a pointer that may be null.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: `dladdr` looks the address up and does not read it, and `info` is writable. The name
+    // of a library that stays loaded stays valid.
+    unsafe {
+        let is_found = libc::dladdr(address, &raw mut info) != 0 && !info.dli_fname.is_null();
+        is_found.then(|| {
+            let name = CStr::from_ptr(info.dli_fname).to_bytes();
+            PathBuf::from(std::ffi::OsStr::from_bytes(name))
+        })
+    }
+}
+
+/// Whether two paths lead to one file.
+pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
+    let file = |path: &Path| {
+        let found = std::fs::metadata(path).ok()?;
+        Some((found.dev(), found.ino()))
+    };
+    file(one).is_some() && file(one) == file(other)
 }
 
 /// The name of the library that the dynamic linker of the GNU C library does not find, from its

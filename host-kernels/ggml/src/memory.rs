@@ -1,6 +1,7 @@
 //! Buffers of a device.
 
 use std::any::Any;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,6 +43,14 @@ pub(crate) fn allocation_size(size: u64) -> u64 {
     size.saturating_add(SLACK).next_multiple_of(4096)
 }
 
+/// The whole words of 4 bytes in a range: ggml's Vulkan backend fills no others
+/// (`vkCmdFillBuffer`). Empty, and within the range, if there is none.
+fn whole_words(range: Range<u64>) -> Range<u64> {
+    let begin = range.start.next_multiple_of(4).min(range.end);
+    let end = range.end / 4 * 4;
+    begin..end.max(begin)
+}
+
 impl Allocator {
     pub(crate) fn new(
         functions: &'static Functions,
@@ -60,6 +69,16 @@ impl Allocator {
     /// Whether a buffer was freed since the last call.
     pub(crate) fn has_freed(&self) -> bool {
         self.has_freed.swap(false, Ordering::Relaxed)
+    }
+
+    /// The bytes that the backend wants for a tensor (`ggml_backend_buft_get_alloc_size`).
+    ///
+    /// # Safety
+    /// The tensor and those that it points to must be valid.
+    pub(crate) unsafe fn tensor_bytes(&self, tensor: *const abi::ggml_tensor) -> u64 {
+        // SAFETY: the buffer type is a constant object of the backend, and the tensor is valid (this
+        // function's contract).
+        unsafe { (self.functions.buft_get_alloc_size)(self.buft, tensor) as u64 }
     }
 
     /// The capacity, and what is not allocated.
@@ -213,26 +232,29 @@ impl Memory for GgmlMemory {
         }
         // SAFETY: the buffer exists, and the range lies inside `whole` (checked above).
         let memset = unsafe { self.buffer.as_ref() }.iface.memset_tensor;
-        let Some(memset) = memset else {
-            // A slot that some backends leave empty.
-            let bytes = vec![value; CHUNK.min(len as usize)];
-            for at in (0..len).step_by(CHUNK) {
-                let part = &bytes[..CHUNK.min((len - at) as usize)];
-                self.write(offset + at, Bytes::from(part))?;
+        let end = offset + len;
+        // A slot that some backends leave empty.
+        let words = memset.map_or(offset..offset, |_| whole_words(offset..end));
+        for part in [offset..words.start, words.end..end] {
+            let bytes = vec![value; CHUNK.min((part.end - part.start) as usize)];
+            for at in part.clone().step_by(CHUNK) {
+                let bytes = &bytes[..CHUNK.min((part.end - at) as usize)];
+                self.write(at, Bytes::from(bytes))?;
             }
-            return Ok(());
-        };
-        // SAFETY: `memset` is the function of this buffer's own table. The tensor of `whole` covers
-        // the buffer, and `offset + len` lies inside (checked above).
-        unsafe {
-            memset(
-                self.buffer.as_ptr(),
-                self.whole(),
-                value,
-                offset as usize,
-                len as usize,
-            )
-        };
+        }
+        if let (Some(memset), false) = (memset, words.is_empty()) {
+            // SAFETY: `memset` is the function of this buffer's own table. The tensor of `whole`
+            // covers the buffer, and the words lie inside (checked above).
+            unsafe {
+                memset(
+                    self.buffer.as_ptr(),
+                    self.whole(),
+                    value,
+                    words.start as usize,
+                    (words.end - words.start) as usize,
+                )
+            };
+        }
         Ok(())
     }
 
@@ -275,5 +297,29 @@ impl Drop for GgmlMemory {
         let freed = allocation_size(self.size);
         self.allocator.used.fetch_sub(freed, Ordering::Relaxed);
         self.allocator.has_freed.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filled_words_are_whole_and_all_that_a_range_has() {
+        for start in 0..9 {
+            for end in start..20 {
+                let words = whole_words(start..end);
+                assert!(start <= words.start && words.start <= words.end && words.end <= end);
+                let all = (0..5).filter(|word| start <= 4 * word && 4 * word + 4 <= end);
+                assert_eq!(
+                    (words.end - words.start) / 4,
+                    all.count() as u64,
+                    "{start}..{end}"
+                );
+                if !words.is_empty() {
+                    assert_eq!((words.start % 4, words.end % 4), (0, 0), "{start}..{end}");
+                }
+            }
+        }
     }
 }

@@ -89,6 +89,8 @@ impl GgmlPlan {
             let kept = arena.len();
             // SAFETY: `present` has tensors of this arena, whose memory the plan keeps alive.
             let dst = unsafe { encode(&device, graph, node, &memory, &present, &mut arena) };
+            let is_on_device = dst.is_some();
+            { &device.placement }.note(&node.op, &device.name, is_on_device);
             let Some(dst) = dst else {
                 arena.truncate(kept);
                 flush(&mut splits, &mut nodes, first);
@@ -149,14 +151,19 @@ unsafe fn encode(
     if !params::takes_sources(&node.op, |i| graph.src(node, i).is_none(), release) {
         return None;
     }
-    // Backends for GPUs read rows of quantised weights up to the next 512 elements, and expect
-    // zeros or allocations of their own behind the row. Here another tensor may follow.
-    let is_padded = |tensor: &Tensor| {
-        let Shape { ty, ne, .. } = tensor.shape;
-        ty.is_quantized() && !ne[0].is_multiple_of(512)
+    let fits = |tensor: &Tensor, raw: *const abi::ggml_tensor| {
+        let bytes = tensor.shape.with_plain_strides().byte_len().unwrap_or(0);
+        // SAFETY: `raw` is a tensor of the arena, whose sources are such.
+        unsafe { device.keeps_within(raw, bytes) }
     };
-    let mut sources = (0..node.src.as_slice().len()).filter_map(|i| graph.src(node, i));
-    if !device.is_cpu && sources.any(is_padded) {
+    // Some backends for GPUs read rows of quantised weights up to the next 512 elements. They stop
+    // the process if blocks are not adjacent.
+    let is_padded = |index: &u32| {
+        let tensor = &graph.tensors[*index as usize];
+        tensor.shape.ty.is_quantized()
+            && (!tensor.shape.has_dense_rows() || !fits(tensor, present[*index as usize]))
+    };
+    if !device.is_cpu && node.src.as_slice().iter().flatten().any(is_padded) {
         return None;
     }
     let computes = match device.is_cpu {
@@ -188,7 +195,10 @@ unsafe fn encode(
     // SAFETY: the node is a tensor of the arena, its sources are such by the contract of this
     // function, and the memory of all of them is allocated.
     let supported = unsafe { device.supports(dst) };
-    supported.then_some(dst)
+    // Kernels write rows of a quantised result to their end only, and the question of its size may
+    // stop the process, as above.
+    let fits = to.shape.ty.is_quantized() || fits(to, dst);
+    (supported && fits).then_some(dst)
 }
 
 /// Whether ggml's CPU backend computes a node. The backend's `supports_op` answers yes for types

@@ -10,7 +10,7 @@ use common::cached;
 use vgpu_check::{Case, Outcome};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_ggml::{GgmlEngine, LibraryError};
+use vgpu_ggml::{GgmlEngine, Library, LibraryError, Placed};
 
 /// The folders in the cache with builds of ggml whose CPU backend is a file: the oldest supported
 /// release, the newest, and the release that most tests run on.
@@ -84,14 +84,82 @@ fn agrees(path: &std::path::Path) {
         wrong.len(),
         cases.len()
     );
+    // Otherwise the CPU engine would have been compared with itself.
+    let placement = engine.placement();
+    let nodes = |count: fn(&Placed) -> u64| placement.values().map(count).sum::<u64>();
+    let (device, fallback) = (nodes(|p| p.device), nodes(|p| p.fallback));
+    println!("{device} nodes on the backend, {fallback} on the CPU engine");
+    for op in OPERATORS_OF_MODELS {
+        let placed = placement.get(op).copied().unwrap_or_default();
+        assert!(placed.device > 0, "no {op} on the backend: {placed:?}");
+    }
+    assert!(device > fallback, "{device} of {} nodes", device + fallback);
 }
 
+/// The variable that names the backend for [`one_build_agrees`].
+const BACKEND: &str = "VGPU_TEST_BACKEND";
+
+/// What the backend of each release computes for the models that most people use.
+const OPERATORS_OF_MODELS: [&str; 9] = [
+    "MUL_MAT",
+    "MUL_MAT_ID",
+    "GET_ROWS",
+    "SET_ROWS",
+    "RMS_NORM",
+    "ROPE",
+    "SOFT_MAX",
+    "FLASH_ATTN_EXT",
+    "ADD",
+];
+
+/// A process has one ggml: each build is loaded by one of its own.
 #[test]
 fn every_operator_agrees_with_the_cpu_engine() {
     for path in backends() {
         println!("{}", path.display());
-        agrees(&path);
+        let this = std::env::current_exe().expect("a program");
+        let mut one = std::process::Command::new(this);
+        one.args(["one_build_agrees", "--exact", "--ignored", "--nocapture"]);
+        let output = one.env(BACKEND, &path).output().expect("it starts");
+        let text = String::from_utf8_lossy(&output.stdout);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{text}\n{errors}");
+        let counts = text.lines().find(|line| line.contains("nodes on"));
+        println!("{}", counts.expect("the process has compared"));
     }
+}
+
+#[test]
+#[ignore = "a process of every_operator_agrees_with_the_cpu_engine"]
+fn one_build_agrees() {
+    let path = std::env::var_os(BACKEND).expect("the path of a backend");
+    agrees(path.as_ref());
+}
+
+#[test]
+fn a_backend_with_another_ggml_than_that_of_the_process_is_refused() {
+    let first = backends().remove(0);
+    let folder = tempfile::tempdir().unwrap();
+    let copy = |name: &str| {
+        let from = first.with_file_name(name);
+        // The names of libraries are links.
+        let to = folder.path().join(name);
+        std::fs::copy(from, &to).expect("a file");
+        to
+    };
+    copy("libggml-base.so.0");
+    let second = copy("libggml-cpu.so");
+    let library = Library::load(&first).unwrap();
+    let error = Library::load(&second).unwrap_err();
+    assert!(
+        matches!(&error, LibraryError::OtherGgml { base, .. } if base.starts_with(folder.path())),
+        "{error}"
+    );
+    // The same file by another path is the same ggml.
+    let link = folder.path().join("linked");
+    std::os::unix::fs::symlink(first.parent().expect("a folder"), &link).unwrap();
+    let again = Library::load(&link.join("libggml-cpu.so")).unwrap();
+    assert_eq!(again.release(), library.release());
 }
 
 #[test]

@@ -23,6 +23,9 @@ const EACH: [usize; 2] = [1, 4];
 /// The cases that a sample of all operators has at least: in a default run, and with `--full`.
 const LEAST: [u64; 2] = [100, 400];
 
+/// The operators that Vulkan has computed in any sample, at least.
+const LEAST_OPERATORS: usize = 20;
+
 /// The sample is the same every day: a pipeline takes seconds to compile, some take minutes.
 const SEED: u64 = 7;
 
@@ -117,7 +120,13 @@ fn compare(
     let log = tests.log("ops-ggml-vulkan-vgpu-serve");
     let engine = format!("ggml:{}", engine.display());
     // On a machine with other work, a pipeline takes minutes to compile.
-    let arguments = ["--trust-guests", "--max-turn-time", "0"];
+    let arguments = [
+        "--trust-guests",
+        "--max-turn-time",
+        "0",
+        "--log",
+        "info,vgpu_ggml=debug",
+    ];
     let served = Served::start_engine(&mut serve, &engine, &arguments, &log)?;
     let endpoint = served.executor.endpoint();
     let mut suite = Suite {
@@ -143,6 +152,14 @@ fn compare(
         "{cases} cases, of at least {least}"
     );
 
+    // Whatever Vulkan does not compute, the CPU engine does, and is right.
+    let computed = std::fs::read_to_string(&log).context("reading the executor's log")?;
+    let computed = computed.matches("is computed by Vulkan0").count();
+    ensure!(
+        tests.options.ops.is_some() || computed >= LEAST_OPERATORS,
+        "Vulkan has computed {computed} operators, of at least {LEAST_OPERATORS}"
+    );
+
     let (native, end) = native(&suite, vulkan, progress)?;
     let failed_natively = native.failed();
     let ours: Vec<&str> = { report.failed().into_iter() }
@@ -157,7 +174,7 @@ fn compare(
     let (own, other) = (report.totals(), native.totals());
     ensure!(own.ok > 0 && other.ok > 0, "no case has run");
     Ok(format!(
-        "{} cases, all supported: {} ok, {} failed as on {NATIVE}, {} that ggml's CPU cannot \
+        "{computed} operators on the device; {} cases, all supported: {} ok, {} failed as on {NATIVE}, {} that ggml's CPU cannot \
          compute; on {NATIVE} in the program itself: {} ok, {} failed, {} not supported by it or \
          by the CPU{end}",
         own.all(),
