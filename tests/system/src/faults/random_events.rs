@@ -105,6 +105,11 @@ const SETTLING_TIME: Duration = Duration::from_secs(61);
 /// Rounds between two comparisons of resources.
 const ROUNDS: usize = 8;
 
+/// One of so many comparisons waits until the executor itself ends the sessions of the machine's
+/// programs that have died. Before the others `vgpu kill` does, which takes less time than
+/// [`SILENCE`].
+const WAITING: usize = 4;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Link {
     Unix,
@@ -172,6 +177,8 @@ struct Soak<'a> {
     status: ExecutorStatus,
     /// The events since then.
     since: usize,
+    /// How often resources have been compared.
+    compared: usize,
     /// The bytes by which the heaps of the executor and of a program were larger than before, at
     /// most.
     most_heap: (i64, i64),
@@ -275,6 +282,7 @@ impl<'a> Soak<'a> {
             heap,
             status: ExecutorStatus::default(),
             since: 0,
+            compared: 0,
             most_heap: (0, 0),
             programs: Vec::new(),
             life: Duration::ZERO,
@@ -752,17 +760,32 @@ impl<'a> Soak<'a> {
             return Ok(Fails::None);
         }
         let (id, fails) = sessions[self.rng.below(sessions.len() as u64) as usize];
-        match self.vgpu(&["kill", &id.to_string()]) {
-            Ok(_) => {}
-            // The program has closed it first.
-            Err(error) if error.to_string().contains("there is no session") => {}
-            Err(error) => return Err(error),
-        }
+        self.end_session(id)?;
         ensure!(
             !self.sessions()?.iter().any(|(left, _)| *left == id),
             "session {id} is still there after `vgpu kill`"
         );
         Ok(fails)
+    }
+
+    /// Ends the sessions of the machine's programs that have died.
+    fn end_dead_sessions(&self) -> Result<()> {
+        for session in self.reported_sessions()? {
+            let lives = |pid| { self.programs.iter() }.any(|one| u64::from(one.guest.pid()) == pid);
+            if session.slot.is_some() && session.pid.is_some_and(|pid| !lives(pid)) {
+                self.end_session(session.id)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a session, which may end by itself at the same time.
+    fn end_session(&self, id: u64) -> Result<()> {
+        match self.vgpu(&["kill", &id.to_string()]) {
+            Ok(_) => Ok(()),
+            Err(error) if error.to_string().contains("there is no session") => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     /// The open sessions, as the executor reports them.
@@ -823,6 +846,10 @@ impl<'a> Soak<'a> {
     /// Executor and programs hold no more than before. No program works now. Returns the bytes by
     /// which the heap of the executor has grown.
     fn compare_resources(&mut self) -> Result<i64> {
+        self.compared += 1;
+        if self.compared % WAITING != 0 {
+            self.end_dead_sessions()?;
+        }
         self.expect_status()?;
         let (pid, heaps) = (self.executor.pid(), &self.heaps);
         // The heap first: what the C library keeps of freed memory is no leak of ours.

@@ -28,7 +28,7 @@ const FULL: Counts = Counts {
 const DEFAULT: Counts = Counts {
     kills: 3,
     others: 1,
-    events: 20,
+    events: 16,
     chosen: Chosen::ALL,
     keeps_executor: false,
     shares_weights: true,
