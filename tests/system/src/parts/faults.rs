@@ -28,7 +28,7 @@ const FULL: Counts = Counts {
 const DEFAULT: Counts = Counts {
     kills: 3,
     others: 1,
-    events: 16,
+    events: 12,
     chosen: Chosen::ALL,
     keeps_executor: false,
     shares_weights: true,
