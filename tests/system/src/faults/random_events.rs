@@ -847,7 +847,7 @@ impl<'a> Soak<'a> {
     /// which the heap of the executor has grown.
     fn compare_resources(&mut self) -> Result<i64> {
         self.compared += 1;
-        if self.compared % WAITING != 0 {
+        if !self.compared.is_multiple_of(WAITING) {
             self.end_dead_sessions()?;
         }
         self.expect_status()?;
