@@ -1,7 +1,7 @@
 //! `vgpu serve` below `vgpu fd-store`, which keeps the devices of virtual machines and starts the
 //! next executor when one ends.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -63,16 +63,18 @@ impl KeptExecutor {
         rustix::process::kill_process(pid, signal).context("sending a signal to the executor")
     }
 
-    /// Ends the executor with `signal`, and waits until the next one is ready.
+    /// Ends the executor with SIGKILL or SIGTERM, and waits until the next one is ready.
+    ///
+    /// # Errors
+    /// If the executor has ended in another way than such a signal lets it, or no other one is
+    /// ready in time.
     pub(super) fn replace(&mut self, signal: Signal) -> Result<()> {
         self.signal(signal)?;
         let began = Instant::now();
-        loop {
+        let (count, pid) = loop {
             let (count, pid) = executors(&self.log)?;
             if count > self.count {
-                self.count = count;
-                self.pid = pid.context("`vgpu fd-store` names no process")?;
-                return Ok(());
+                break (count, pid.context("`vgpu fd-store` names no process")?);
             }
             ensure!(
                 began.elapsed() < HANG,
@@ -80,7 +82,19 @@ impl KeptExecutor {
                 process::tail(&self.log)
             );
             std::thread::sleep(Duration::from_millis(20));
-        }
+        };
+        let how = match signal {
+            Signal::KILL => "signal: 9 (SIGKILL)",
+            _ => "exit status: 0",
+        };
+        let ended = format!("vgpu fd-store: pid {} ended with {how}; ", self.pid);
+        ensure!(
+            read(&self.log)?.contains(&ended),
+            "no line \"{ended}\" in the log: {}",
+            process::tail(&self.log)
+        );
+        (self.count, self.pid) = (count, pid);
+        Ok(())
     }
 
     /// Ends both.
@@ -91,14 +105,15 @@ impl KeptExecutor {
 
 /// How many executors have been ready, and the process of the last one, by the log of `vgpu
 /// fd-store`.
-fn executors(log: &std::path::Path) -> Result<(usize, Option<u32>)> {
+fn executors(log: &Path) -> Result<(usize, Option<u32>)> {
+    let text = read(log)?;
+    let ready = { text.lines() }.filter(|line| line.starts_with("ready "));
+    Ok((ready.count(), text.lines().rev().find_map(started)))
+}
+
+fn read(log: &Path) -> Result<String> {
     let text = std::fs::read(log).with_context(|| format!("reading {}", log.display()))?;
-    let text = String::from_utf8_lossy(&text);
-    let ready = text
-        .lines()
-        .filter(|line| line.starts_with("ready "))
-        .count();
-    Ok((ready, text.lines().rev().find_map(started)))
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// The process in a line such as `... vgpu fd-store: pid 17 runs vgpu serve ...`.

@@ -253,7 +253,7 @@ impl<'a> Soak<'a> {
         let executor = serve(setup, &heaps, &config, port)?;
         executor.add_to(freezer.as_ref())?;
         let folder = at("no-devices");
-        std::fs::create_dir(&folder).context("creating a folder")?;
+        std::fs::create_dir_all(&folder).context("creating a folder")?;
         let namespace = Namespace::find(&folder);
         let counts = &setup.counts;
         let possible = Possible::new(counts.chosen, counts.keeps_executor, namespace.is_some())?;
