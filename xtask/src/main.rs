@@ -49,7 +49,7 @@ enum Arguments {
     /// Kill, suspend and exhaust executors and guests hundreds of times, and look for leaks
     #[command(disable_help_flag = true)]
     Faults(Passed),
-    /// Let random events happen to an executor and four guests, and compare every token
+    /// Let random events happen to an executor and six guests, and compare every token
     #[command(disable_help_flag = true)]
     Soak(Passed),
     /// Print what another ggml changes in headers, enums and constructors

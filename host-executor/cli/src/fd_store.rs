@@ -300,12 +300,16 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
     if args.command[0] == OWN_PROGRAM {
         command.arg0("vgpu");
     }
+    // An empty text would be one name, and there is no file: the executor would warn of that.
+    match args.fd_names.is_empty() {
+        true => command.env_remove("LISTEN_FDNAMES"),
+        false => command.env("LISTEN_FDNAMES", args.fd_names.join(":")),
+    };
     let error = command
         .args(&args.command[1..])
         .env("LISTEN_PID", std::process::id().to_string())
         .env("LISTEN_FDS", args.fd_names.len().to_string())
         .env("FDSTORE", MAX_FDS.to_string())
-        .env("LISTEN_FDNAMES", args.fd_names.join(":"))
         .exec();
     Err(anyhow!("{}: {error}", args.command[0]))
 }

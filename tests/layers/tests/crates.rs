@@ -45,6 +45,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "vgpu-transport",
         ],
     ),
+    ("vgpu-machine-standin", &["vgpu-transport"]),
     ("vgpu-kubernetes", &["vgpu-executor"]),
     (
         "vgpu",
@@ -73,7 +74,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("xtask-common", &["vgpu-elf", "vgpu-gguf", "vgpu-median"]),
     ("xtask", &["xtask-common"]),
     ("vgpu-layers", &[]),
-    ("vgpu-system-tests", &["vgpu-gguf", "xtask-common"]),
+    (
+        "vgpu-system-tests",
+        &["vgpu-gguf", "vgpu-machine-standin", "xtask-common"],
+    ),
     ("vgpu-benches", &["xtask-common"]),
 ];
 

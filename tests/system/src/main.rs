@@ -39,8 +39,11 @@ enum Arguments {
     OpsTable(ops::table::Options),
     /// Kill, suspend and exhaust executors and guests hundreds of times, and check for leaks
     Faults(faults::Options),
-    /// Let random events happen to an executor and four guests, and compare every token
+    /// Let random events happen to an executor and six guests, and compare every token
     Soak(faults::SoakOptions),
+    /// Be a virtual machine of the random events
+    #[command(hide = true)]
+    Machine(faults::MachineOptions),
     /// Print what another ggml changes in headers, enums and constructors
     AbiDiff(abi_diff::Options),
     /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
@@ -66,6 +69,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::OpsTable(options) => ops::table::write(&cache, options),
         Arguments::Faults(options) => faults::run(&cache, options),
         Arguments::Soak(options) => faults::soak(&cache, options),
+        Arguments::Machine(options) => faults::be_machine(options),
         Arguments::AbiDiff(options) => abi_diff::run(&cache, options),
         Arguments::GpuCheck(options) => gpu_check::run(&cache, options),
     }

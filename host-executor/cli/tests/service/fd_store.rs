@@ -193,6 +193,8 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
     ] {
         assert!(log.contains(said), "{said:?} is not in {log}");
     }
+    // The first executor was passed no file, which is no mistake.
+    assert!(!log.contains("cannot be used"), "{log}");
 }
 
 /// What a service manager does not keep is said with numbers and the consequence.

@@ -11,7 +11,7 @@ use super::{exhaustion, kills, multi_guest, random_events, suspend};
 type Fault = fn(&Setup<'_>, &Progress) -> Result<Row>;
 
 /// The name of the fault that is many.
-pub(super) const RANDOM_EVENTS: &str = "random events against four guests";
+pub(super) const RANDOM_EVENTS: &str = "random events against six guests";
 
 /// All of them.
 pub(crate) const FAULTS: [(&str, Fault); 13] = [

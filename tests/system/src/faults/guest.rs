@@ -23,6 +23,8 @@ pub(crate) struct Program {
     pub(crate) path: PathBuf,
     pub(super) bin: PathBuf,
     pub(super) model: PathBuf,
+    /// The command that starts it: none, or one that enters a virtual machine.
+    pub(super) enter: Vec<String>,
     /// A library for `LD_PRELOAD`.
     pub(super) preload: Option<PathBuf>,
     pub(super) stats: PathBuf,
@@ -48,6 +50,7 @@ impl Program {
             path,
             bin: bin.to_owned(),
             model: model.to_owned(),
+            enter: Vec::new(),
             preload: None,
             stats: folder.join("stats.json"),
         })
@@ -83,7 +86,14 @@ impl Guest {
         plugin: Option<(&Dist, &str)>,
         log: &Path,
     ) -> Result<Guest> {
-        let mut command = Command::new(&program.path);
+        let mut command = match program.enter.split_first() {
+            None => Command::new(&program.path),
+            Some((first, more)) => {
+                let mut command = Command::new(first);
+                command.args(more).arg(&program.path);
+                command
+            }
+        };
         command.arg(&program.bin).arg(&program.model);
         let backend = match plugin {
             Some((dist, endpoint)) => Backend::Plugin { dist, endpoint },

@@ -1,5 +1,6 @@
 //! The resources of a process as Linux reports them: memory, descriptors, threads.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -31,6 +32,10 @@ pub(super) const TCP_QUEUES: i64 = 2 * (8 << 20);
 /// in each round.
 const MAPPINGS_SLACK: usize = 64;
 
+/// Bytes of mapped memory files that may be added without a leak: of each slot of a virtual
+/// machine the executor keeps a page with the last program's heartbeat. A leaked window has 8 MiB.
+const MAPPED_SLACK: u64 = 64 << 10;
+
 /// The resources of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ResourceUsage {
@@ -45,8 +50,11 @@ pub(super) struct ResourceUsage {
     pub(super) descriptors: usize,
     /// Ranges of the address space.
     pub(super) mappings: usize,
-    /// Shared memory files, open or mapped.
+    /// Shared memory files: open ones, and those with a mapping.
     pub(super) memory_files: usize,
+    /// Bytes of the mappings of shared memory files. The kernel joins mappings of neighbouring
+    /// parts of a file, such as of two slots of a virtual machine, so their number says nothing.
+    pub(super) memory_files_mapped: u64,
     pub(super) threads: u64,
 }
 
@@ -72,7 +80,8 @@ impl ResourceUsage {
         }
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
             .context("reading a process's mappings")?;
-        memory_files += maps.lines().filter(|line| line.contains("memfd:")).count();
+        let (mapped_files, memory_files_mapped) = memory_files_in(&maps);
+        memory_files += mapped_files;
         Ok(ResourceUsage {
             anonymous: field("RssAnon:")? << 10,
             shared: field("RssShmem:")? << 10,
@@ -80,6 +89,7 @@ impl ResourceUsage {
             descriptors,
             mappings: maps.lines().count(),
             memory_files,
+            memory_files_mapped,
             threads: field("Threads:")?,
         })
     }
@@ -91,6 +101,7 @@ impl ResourceUsage {
             || self.descriptors > before.descriptors
             || self.mappings > before.mappings + MAPPINGS_SLACK
             || self.memory_files > before.memory_files
+            || self.memory_files_mapped > before.memory_files_mapped + MAPPED_SLACK
             || self.threads > before.threads;
         is_more.then(|| format!("{self}; before: {before}"))
     }
@@ -100,16 +111,35 @@ impl fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:.1} MiB anonymous, {:.1} MiB shared, {} descriptors, {} mappings, {} memory files, \
-             {} threads",
+            "{:.1} MiB anonymous, {:.1} MiB shared, {} descriptors, {} mappings, {} memory files \
+             with {:.1} MiB mapped, {} threads",
             mib(self.anonymous),
             mib(self.shared),
             self.descriptors,
             self.mappings,
             self.memory_files,
+            mib(self.memory_files_mapped),
             self.threads
         )
     }
+}
+
+/// The shared memory files in the list of a process's mappings: how many, and the bytes of all
+/// their mappings.
+fn memory_files_in(maps: &str) -> (usize, u64) {
+    let (mut files, mut bytes) = (BTreeSet::new(), 0);
+    // Such as `7f0000000000-7f0000001000 rw-s 00000000 00:01 17   /memfd:vgpu-window (deleted)`.
+    for line in maps.lines().filter(|line| line.contains("memfd:")) {
+        let mut words = line.split_whitespace();
+        let ends = words.next().and_then(|range| range.split_once('-'));
+        if let Some((start, end)) = ends {
+            let number = |hex| u64::from_str_radix(hex, 16).unwrap_or(0);
+            bytes += number(end).saturating_sub(number(start));
+        }
+        // The device and the number of the file, after the rights and the offset.
+        files.insert((words.nth(2), words.next()));
+    }
+    (files.len(), bytes)
 }
 
 fn mib(bytes: u64) -> f64 {
@@ -209,5 +239,22 @@ pub(super) fn expect_no_more(
             Some(excess) if started.elapsed() > timeout => bail!("{who} holds {excess}"),
             Some(_) => std::thread::sleep(Duration::from_millis(20)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn joined_mappings_of_a_file_are_one_file_with_the_same_bytes() {
+        let file = |range: &str, number: u32| {
+            format!("{range} rw-s 00000000 00:01 {number}    /memfd:vgpu-window (deleted)\n")
+        };
+        let other = "7f0000000000-7f0000009000 r-xp 00000000 08:01 5    /usr/bin/vgpu\n";
+        let joined = [&file("1000-3000", 7), &file("8000-9000", 8), other].concat();
+        let apart = [&file("1000-2000", 7), &file("2000-3000", 7), other].concat();
+        assert_eq!(memory_files_in(&joined), (2, 0x3000));
+        assert_eq!(memory_files_in(&apart), (1, 0x2000));
     }
 }

@@ -12,6 +12,7 @@ use xtask_common::progress::{Progress, heading, say};
 use xtask_common::workspace;
 
 use super::all::{self, FAULTS};
+use super::event::Chosen;
 use super::setup::{Counts, Setup};
 
 /// Options of the long run.
@@ -23,7 +24,7 @@ pub(crate) struct Options {
     /// How often each other fault is injected
     #[arg(long, default_value_t = 20)]
     others: usize,
-    /// Random events against four guests
+    /// Random events against six guests
     #[arg(long, default_value_t = 200)]
     events: usize,
     /// Seed of the moments at which faults are injected
@@ -46,6 +47,10 @@ pub(crate) struct SoakOptions {
     /// The time after which no further event happens, in minutes [default: no limit]
     #[arg(long)]
     minutes: Option<u64>,
+    /// Only these kinds of events, by their names in the result with commas between them, or by the
+    /// begin of a word of the name: `fork,load` are "guest forks" and "models loaded again"
+    #[arg(long, value_name = "NAMES")]
+    only: Option<Chosen>,
     /// Leave out the events that end the executor: one lives through all of them
     #[arg(long)]
     keep_executor: bool,
@@ -66,6 +71,7 @@ pub(crate) fn soak(cache: &Cache, options: &SoakOptions) -> Result<()> {
         kills: 0,
         others: 0,
         events: options.events,
+        chosen: options.only.unwrap_or(Chosen::ALL),
         keeps_executor: options.keep_executor,
         shares_weights: !options.without_sharing,
         time: options
@@ -86,6 +92,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         kills: options.kills,
         others: options.others,
         events: options.events,
+        chosen: Chosen::ALL,
         keeps_executor: false,
         shares_weights: true,
         time: None,

@@ -1,11 +1,15 @@
-//! Random events, one after the other, against four programs of one executor: two over a unix
-//! socket, one over TCP through a [`Proxy`], one with a quota of its own. In each round some of the
-//! programs load a model and generate while one event happens.
+//! Random events, one after the other, against six programs of one executor: two over a unix
+//! socket, one over TCP through a [`Proxy`], one with a quota of its own, and two of a virtual
+//! [`Machine`] over PCI. In each round some of the programs load a model and generate while one
+//! event happens.
 //!
 //! After each event every program has either failed because of the event, or has the tokens of a
 //! program that is alone. Between rounds, executor and programs hold no more memory, descriptors,
 //! mappings and threads than before, and the executor has as many sessions and as much free device
 //! memory. The heap is counted to the byte.
+//!
+//! The executor runs below `vgpu fd-store`, so that the machine keeps its device when the executor
+//! ends.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,6 +17,7 @@ use std::io::Write as _;
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -24,35 +29,58 @@ use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
 use serde_json::Value;
 use vgpu_gguf::Rng;
-use xtask_common::executor::Executor;
 use xtask_common::process::{self, Daemon};
 use xtask_common::progress::Progress;
 
-use super::event::{Event, random_event};
+use super::event::{Event, Possible};
 use super::freezer::Freezer;
 use super::guest::{self, Guest, HANG, Outcome};
+use super::kept_executor::KeptExecutor;
 use super::leaks::{HeapCounts, ResourceUsage, TCP_QUEUES, expect_no_more};
+use super::machine::{Machine, Namespace};
 use super::proxy::{Direction, Proxy};
 use super::setup::{Row, Setup, TOKENS, moment};
 
 const NAME: &str = "events";
 
 /// The programs, by the endpoint that they use.
-const PROGRAMS: [(&str, Link); 4] = [
+const PROGRAMS: [(&str, Link); 6] = [
     ("events-one", Link::Unix),
     ("events-two", Link::Unix),
     ("events-remote", Link::Tcp),
     ("events-named", Link::Named),
+    ("events-vm-one", Link::Machine),
+    ("events-vm-two", Link::Machine),
 ];
 
 /// The program over TCP.
 const REMOTE: usize = 2;
 
+/// The programs of the virtual machine.
+const OF_MACHINE: [usize; 2] = [4, 5];
+
 /// Bytes of the quota of the named program: its model fits.
 const QUOTA: u64 = 64 << 20;
 
-/// Memory of the executor's engine: the models of five programs, and forked ones, fit.
-const MEMORY: &str = "1G";
+/// The name of the virtual machine.
+const MACHINE: &str = "events-machine";
+
+/// Bytes of the quota of the virtual machine: the models of its programs fit, and of all that have
+/// died in it within [`SILENCE`].
+const MACHINE_QUOTA: u64 = 512 << 20;
+
+/// How long a program of the machine may send no heartbeat: longer than [`LONG`], and as short as a
+/// busy machine permits, since a killed program keeps its session for so long.
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// How long a slot is that of a program which sends no heartbeat (docs/virtual-machines.md).
+const SLOT: Duration = Duration::from_secs(3);
+
+/// The limit of what happens at once: shorter than [`SILENCE`].
+const AT_ONCE: Duration = Duration::from_secs(10);
+
+/// Memory of the executor's engine: the models of seven programs, and forked ones, fit.
+const MEMORY: &str = "1536M";
 
 /// Bytes of the quota of a program whose model does not fit.
 const SMALL: u64 = 16 << 20;
@@ -77,11 +105,17 @@ const SETTLING_TIME: Duration = Duration::from_secs(61);
 /// Rounds between two comparisons of resources.
 const ROUNDS: usize = 8;
 
+/// One of so many comparisons waits until the executor itself ends the sessions of the machine's
+/// programs that have died. Before the others `vgpu kill` does, which takes less time than
+/// [`SILENCE`].
+const WAITING: usize = 4;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Link {
     Unix,
     Tcp,
     Named,
+    Machine,
 }
 
 /// The programs that an event may make fail.
@@ -89,6 +123,8 @@ enum Link {
 enum Fails {
     None,
     One(usize),
+    /// One of the programs of the virtual machine.
+    OfMachine,
     All,
 }
 
@@ -97,6 +133,7 @@ impl Fails {
         match self {
             Fails::None => false,
             Fails::One(one) => one == program,
+            Fails::OfMachine => OF_MACHINE.contains(&program),
             Fails::All => true,
         }
     }
@@ -104,7 +141,7 @@ impl Fails {
 
 struct Program {
     name: &'static str,
-    endpoint: String,
+    link: Link,
     guest: Guest,
     /// What its process held after its first model.
     before: ResourceUsage,
@@ -122,10 +159,16 @@ struct Soak<'a> {
     proxy: Proxy,
     config: PathBuf,
     control: PathBuf,
-    /// `None` while it is replaced.
-    executor: Option<Executor>,
+    executor: KeptExecutor,
     // After the executor, so that the group is empty when it is removed.
     freezer: Option<Freezer>,
+    /// `None` where this user can make none: the machine has no programs then.
+    namespace: Option<Namespace>,
+    /// `None` while it is replaced.
+    machine: Option<Machine>,
+    /// How many there have been.
+    machines: usize,
+    possible: Possible,
     /// What the executor held after each program has had a model.
     before: ResourceUsage,
     /// The bytes of its heap then.
@@ -134,6 +177,8 @@ struct Soak<'a> {
     status: ExecutorStatus,
     /// The events since then.
     since: usize,
+    /// How often resources have been compared.
+    compared: usize,
     /// The bytes by which the heaps of the executor and of a program were larger than before, at
     /// most.
     most_heap: (i64, i64),
@@ -152,7 +197,7 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let mut soak = Soak::new(setup)?;
     let mut done = 0;
     while done < times && setup.counts.time.is_none_or(|time| began.elapsed() < time) {
-        let event = random_event(&mut soak.rng, setup.counts.keeps_executor);
+        let event = soak.possible.next(&mut soak.rng);
         progress.note(&format!("{} of {times}: {event}", done + 1));
         let what = format!("event {} ({event})", done + 1);
         soak.round(event)
@@ -169,11 +214,14 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         .map(|(event, count)| format!("{event} {count}"))
         .collect();
     let (of_executor, of_programs) = soak.most_heap;
-    let (before, after) = (soak.before, ResourceUsage::of(soak.executor()?.pid())?);
-    let skipped = match soak.freezer {
-        Some(_) => "",
-        None => "; nothing was frozen: this user may make no control group",
-    };
+    let (before, after) = (soak.before, ResourceUsage::of(soak.executor.pid())?);
+    let mut skipped = String::new();
+    if soak.freezer.is_none() {
+        skipped += "; nothing was frozen: this user may make no control group";
+    }
+    if soak.namespace.is_none() {
+        skipped += "; no program used a virtual machine: this user may make no mount namespace";
+    }
     let since = soak.since;
     // An executor that has just been started has no rate.
     let rate = match i64::try_from(since) {
@@ -202,7 +250,13 @@ impl<'a> Soak<'a> {
         write_config(setup, &config, &control, 1)?;
         let freezer = Freezer::new();
         let heaps = HeapCounts::build(setup.scratch.path(), setup.counts.keeps_executor)?;
-        let executor = serve(setup, &heaps, &config, port, freezer.as_ref())?;
+        let executor = serve(setup, &heaps, &config, port)?;
+        executor.add_to(freezer.as_ref())?;
+        let folder = at("no-devices");
+        std::fs::create_dir_all(&folder).context("creating a folder")?;
+        let namespace = Namespace::find(&folder);
+        let counts = &setup.counts;
+        let possible = Possible::new(counts.chosen, counts.keeps_executor, namespace.is_some())?;
         let before = ResourceUsage::of(executor.pid())?;
         let heap = heaps.of(executor.pid())?;
         let program = guest::Program {
@@ -219,44 +273,75 @@ impl<'a> Soak<'a> {
             freezer,
             config,
             control,
-            executor: Some(executor),
+            executor,
+            namespace,
+            machine: None,
+            machines: 0,
+            possible,
             before,
             heap,
             status: ExecutorStatus::default(),
             since: 0,
+            compared: 0,
             most_heap: (0, 0),
             programs: Vec::new(),
             life: Duration::ZERO,
             reloads: 0,
             counts: BTreeMap::new(),
         };
+        // Before the executor ends for the first time: `vgpu fd-store` starts the next one because
+        // it keeps files of a machine.
+        soak.plug()?;
         for (name, link) in PROGRAMS {
-            let endpoint = match link {
-                Link::Unix => format!("unix:{}", setup.socket(NAME).display()),
-                Link::Named => format!("unix:{}", setup.socket("events-named").display()),
-                Link::Tcp => format!("tcp:127.0.0.1:{}", soak.proxy.port()),
-            };
-            let program = soak.start(name, endpoint)?;
+            if link == Link::Machine && soak.namespace.is_none() {
+                continue;
+            }
+            let program = soak.start(name, link)?;
             soak.programs.push(program);
         }
         soak.settle()?;
         Ok(soak)
     }
 
-    fn executor(&self) -> Result<&Executor> {
-        self.executor.as_ref().context("no executor runs")
+    /// Starts a virtual machine in place of the last one.
+    fn plug(&mut self) -> Result<()> {
+        self.machine = None;
+        self.machines += 1;
+        let sysfs = format!("{MACHINE}-{}", self.machines);
+        let sysfs = self.setup.scratch.path().join(sysfs);
+        let socket = self.setup.socket(MACHINE);
+        self.machine = Some(Machine::start(self.setup, self.namespace, &socket, sysfs)?);
+        Ok(())
+    }
+
+    fn machine(&self) -> Result<&Machine> {
+        self.machine.as_ref().context("no machine runs")
     }
 
     /// Starts a program, which loads its first model.
-    fn start(&mut self, name: &'static str, endpoint: String) -> Result<Program> {
+    fn start(&mut self, name: &'static str, link: Link) -> Result<Program> {
+        let endpoint = match link {
+            Link::Unix => format!("unix:{}", self.setup.socket(NAME).display()),
+            Link::Named => format!("unix:{}", self.setup.socket("events-named").display()),
+            Link::Tcp => format!("tcp:127.0.0.1:{}", self.proxy.port()),
+            Link::Machine => format!("pci:{}", vgpu_machine_standin::ADDRESS),
+        };
+        let enter = match link {
+            Link::Machine => self.machine()?.enter()?,
+            _ => Vec::new(),
+        };
+        let program = guest::Program {
+            enter,
+            ..self.program.clone()
+        };
         let plugin = Some((self.setup.dist, endpoint.as_str()));
-        let mut guest = Guest::start(&self.program, plugin, &self.setup.log(name))?;
+        let mut guest = Guest::start(&program, plugin, &self.setup.log(name))?;
         let began = Instant::now();
         self.setup.expect_run(&mut guest, name)?;
         self.life = self.life.max(began.elapsed());
         Ok(Program {
             name,
-            endpoint,
+            link,
             before: ResourceUsage::of(guest.pid())?,
             heap: None,
             guest,
@@ -271,9 +356,8 @@ impl<'a> Soak<'a> {
 
     /// Starts another process of a program.
     fn start_again(&mut self, program: usize) -> Result<Program> {
-        let Program { name, endpoint, .. } = &self.programs[program];
-        let (name, endpoint) = (*name, endpoint.clone());
-        self.start(name, endpoint)
+        let Program { name, link, .. } = self.programs[program];
+        self.start(name, link)
     }
 
     /// Every program loads a model, after which the resources of the executor count as its ordinary
@@ -300,7 +384,7 @@ impl<'a> Soak<'a> {
         ] {
             self.inject(event, 0)?;
         }
-        let pid = self.executor()?.pid();
+        let pid = self.executor.pid();
         self.before = at_rest(pid)?;
         self.heap = self.heaps.of(pid)?;
         self.status = self.executor_status()?;
@@ -315,9 +399,10 @@ impl<'a> Soak<'a> {
             | Event::NetworkStops
             | Event::GuestDoesNotRead
             | Event::Blackhole => REMOTE,
-            _ => self.rng.below(PROGRAMS.len() as u64) as usize,
+            _ if event.is_of_machine() => OF_MACHINE[self.rng.below(2) as usize],
+            _ => self.rng.below(self.programs.len() as u64) as usize,
         };
-        let working: Vec<usize> = (0..PROGRAMS.len())
+        let working: Vec<usize> = (0..self.programs.len())
             .filter(|&program| program == subject || self.rng.below(2) == 0)
             .collect();
         for &program in &working {
@@ -336,9 +421,17 @@ impl<'a> Soak<'a> {
         // The programs work at the same time, a fork for two.
         let work = self.life * (PROGRAMS.len() as u32 + 1);
         let most = event.stated() + SLOW_MACHINE;
+        let mut killed = 0;
         for program in working {
-            if matches!(event, Event::GuestKilled | Event::GuestEnds) && program == subject {
-                continue; // another process by now
+            let is_replaced = match event {
+                Event::GuestKilled | Event::GuestEnds | Event::MachineProgramKilled => {
+                    program == subject
+                }
+                Event::MachineKilled => OF_MACHINE.contains(&program),
+                _ => false,
+            };
+            if is_replaced {
+                continue;
             }
             let Program { name, guest, .. } = &mut self.programs[program];
             let left = (most + work).saturating_sub(happened.elapsed());
@@ -359,6 +452,8 @@ impl<'a> Soak<'a> {
                         "{name} failed after {took:?} only, not within {most:?}"
                     );
                     if event == Event::SessionKilled {
+                        killed += 1;
+                        ensure!(killed == 1, "{name} failed, too: {why}");
                         let log = guest.log();
                         expect_killed(log.get(logged[program]..).unwrap_or_default())
                             .with_context(|| format!("{name} failed: {why}"))?;
@@ -368,7 +463,7 @@ impl<'a> Soak<'a> {
         }
         if fails != Fails::None {
             // The next load works.
-            for program in 0..PROGRAMS.len() {
+            for program in 0..self.programs.len() {
                 if fails.has(program) {
                     let Program { name, guest, .. } = &mut self.programs[program];
                     let what = format!("the next load of {name}");
@@ -415,29 +510,19 @@ impl<'a> Soak<'a> {
                 last.guest.finish()?;
                 Ok(Fails::None)
             }
-            Event::ExecutorKilled => {
-                let executor = self.executor.take().context("no executor runs")?;
-                executor.kill()?;
-                self.replace_executor()
-            }
-            Event::ExecutorRestarted => {
-                let executor = self.executor.take().context("no executor runs")?;
-                executor.stop()?;
-                self.replace_executor()
-            }
+            Event::ExecutorKilled => self.replace_executor(Signal::KILL),
+            Event::ExecutorRestarted => self.replace_executor(Signal::TERM),
             Event::ExecutorStopped => {
                 let pause = short(&mut self.rng);
-                let executor = self.executor()?;
-                executor.signal(Signal::STOP)?;
+                self.executor.signal(Signal::STOP)?;
                 thread::sleep(pause);
-                executor.signal(Signal::CONT)?;
+                self.executor.signal(Signal::CONT)?;
                 Ok(Fails::None)
             }
             Event::ExecutorStoppedForLong => {
-                let executor = self.executor()?;
-                executor.signal(Signal::STOP)?;
+                self.executor.signal(Signal::STOP)?;
                 thread::sleep(LONG);
-                executor.signal(Signal::CONT)?;
+                self.executor.signal(Signal::CONT)?;
                 Ok(Fails::All)
             }
             Event::ExecutorFrozen => {
@@ -449,9 +534,12 @@ impl<'a> Soak<'a> {
                 Ok(Fails::None)
             }
             Event::ModelsLoadedAgain => {
-                // A fifth program, which comes and goes.
-                let endpoint = format!("unix:{}", self.setup.socket(NAME).display());
-                let mut other = self.start("events-other", endpoint)?;
+                // A further program, which comes and goes.
+                let link = match OF_MACHINE.contains(&subject) {
+                    true => Link::Machine,
+                    false => Link::Unix,
+                };
+                let mut other = self.start("events-other", link)?;
                 for _ in 0..3 {
                     self.setup.expect_run(&mut other.guest, other.name)?;
                 }
@@ -478,7 +566,7 @@ impl<'a> Soak<'a> {
                     1 + self.reloads % 5,
                 )?;
                 match self.reloads % 2 {
-                    0 => self.executor()?.signal(Signal::HUP)?,
+                    0 => self.executor.signal(Signal::HUP)?,
                     _ => drop(self.vgpu(&["reload"])?),
                 }
                 Ok(Fails::None)
@@ -487,7 +575,7 @@ impl<'a> Soak<'a> {
                 for command in ["ps", "dump"] {
                     self.vgpu(&[command])?;
                 }
-                self.executor()?.signal(Signal::USR1)?;
+                self.executor.signal(Signal::USR1)?;
                 Ok(Fails::None)
             }
             Event::PeerTalksNonsense => {
@@ -499,6 +587,11 @@ impl<'a> Soak<'a> {
                     // The executor may have hung up.
                     let _ = rustix::net::send(&peer, &bytes, SendFlags::NOSIGNAL);
                 }
+                // There is a machine already, so it hangs up.
+                let peer = UnixStream::connect(self.setup.socket(MACHINE));
+                let _ = { peer }
+                    .context("connecting to the executor as a machine")?
+                    .write_all(&bytes);
                 let peer = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port));
                 let _ = { peer }
                     .context("connecting to the executor")?
@@ -550,6 +643,18 @@ impl<'a> Soak<'a> {
                 // A program that connects meanwhile is refused.
                 Ok(Fails::All)
             }
+            Event::MachinePaused | Event::MachinePausedForLong => {
+                let pause = match event {
+                    Event::MachinePaused => short(&mut self.rng),
+                    _ => LONG,
+                };
+                self.signal_machine(Signal::STOP)?;
+                thread::sleep(pause);
+                self.signal_machine(Signal::CONT)?;
+                Ok(Fails::None)
+            }
+            Event::MachineKilled => self.kill_machine(),
+            Event::MachineProgramKilled => self.kill_program_of_machine(subject),
             Event::LimitsSet => {
                 let weight = format!("weight={}", 1 + self.rng.below(5));
                 for memory in [2 * QUOTA, QUOTA] {
@@ -561,16 +666,90 @@ impl<'a> Soak<'a> {
         }
     }
 
-    fn replace_executor(&mut self) -> Result<Fails> {
-        let freezer = self.freezer.as_ref();
-        self.executor = Some(serve(
-            self.setup,
-            &self.heaps,
-            &self.config,
-            self.port,
-            freezer,
-        )?);
+    /// Ends the executor with a signal, after which `vgpu fd-store` starts the next one.
+    fn replace_executor(&mut self, signal: Signal) -> Result<Fails> {
+        self.executor.replace(signal)?;
+        self.executor.add_to(self.freezer.as_ref())?;
         Ok(Fails::All)
+    }
+
+    /// Sends a signal to the processes of the machine: itself, and its programs.
+    fn signal_machine(&self, signal: Signal) -> Result<()> {
+        self.machine()?.signal(signal)?;
+        OF_MACHINE
+            .iter()
+            .try_for_each(|&program| self.programs[program].guest.signal(signal))
+    }
+
+    /// Ends the machine with its programs, and starts another one with such programs, at once or
+    /// when the executor has ended the sessions.
+    fn kill_machine(&mut self) -> Result<Fails> {
+        let open = self.reported_sessions()?;
+        let open: Vec<u64> = { open.iter() }
+            .filter(|session| session.slot.is_some())
+            .map(|session| session.id)
+            .collect();
+        let is_at_once = self.rng.below(2) == 0;
+        self.signal_machine(Signal::KILL)?;
+        if is_at_once {
+            self.plug()?;
+        }
+        let began = Instant::now();
+        loop {
+            let mut left = self.reported_sessions()?;
+            left.retain(|session| open.contains(&session.id));
+            if left.is_empty() {
+                break;
+            }
+            ensure!(
+                began.elapsed() < AT_ONCE,
+                "{left:?} are there {AT_ONCE:?} after the end of their machine"
+            );
+            thread::sleep(Duration::from_millis(20));
+        }
+        if !is_at_once {
+            self.plug()?;
+        }
+        for program in OF_MACHINE {
+            self.restart(program)?;
+        }
+        Ok(Fails::None)
+    }
+
+    /// Ends a program of the machine, which closes nothing on the device. Its slot is free for the
+    /// next program after [`SLOT`]. [`Soak::compare_resources`] waits for the end of its session.
+    fn kill_program_of_machine(&mut self, program: usize) -> Result<Fails> {
+        let of = |soak: &Soak<'_>| -> Result<Option<SessionOfProgram>> {
+            let pid = u64::from(soak.programs[program].guest.pid());
+            let sessions = soak.reported_sessions()?;
+            Ok(sessions
+                .into_iter()
+                .find(|session| session.pid == Some(pid)))
+        };
+        let dead = of(self)?;
+        self.programs[program].guest.signal(Signal::KILL)?;
+        thread::sleep(SLOT + Duration::from_secs(1));
+        self.restart(program)?;
+        self.programs[program].guest.begin(TOKENS)?;
+        let began = Instant::now();
+        let next = loop {
+            if let Some(next) = of(self)? {
+                break next;
+            }
+            ensure!(began.elapsed() < HANG, "no session after {HANG:?}");
+            thread::sleep(Duration::from_millis(5));
+        };
+        let Program { name, guest, .. } = &mut self.programs[program];
+        self.setup.expect_tokens(guest, name)?;
+        // A program takes the first slot that is free.
+        if let Some(dead) = dead {
+            ensure!(
+                next.slot <= dead.slot && next.id != dead.id,
+                "{next:?} does not have the slot of {dead:?}, whose program has sent no heartbeat \
+                 for {SLOT:?}"
+            );
+        }
+        Ok(Fails::None)
     }
 
     /// Ends one of the open sessions of the programs, if there is one, and looks that the executor
@@ -580,36 +759,58 @@ impl<'a> Soak<'a> {
         if sessions.is_empty() {
             return Ok(Fails::None);
         }
-        let (id, program) = sessions[self.rng.below(sessions.len() as u64) as usize];
-        match self.vgpu(&["kill", &id.to_string()]) {
-            Ok(_) => {}
-            // The program has closed it first.
-            Err(error) if error.to_string().contains("there is no session") => {}
-            Err(error) => return Err(error),
-        }
+        let (id, fails) = sessions[self.rng.below(sessions.len() as u64) as usize];
+        self.end_session(id)?;
         ensure!(
             !self.sessions()?.iter().any(|(left, _)| *left == id),
             "session {id} is still there after `vgpu kill`"
         );
-        Ok(Fails::One(program))
+        Ok(fails)
     }
 
-    /// The numbers of the open sessions, each with its program. The session
-    /// of a process that has just ended is left out: a forked one, or one that was replaced.
-    fn sessions(&self) -> Result<Vec<(u64, usize)>> {
+    /// Ends the sessions of the machine's programs that have died.
+    fn end_dead_sessions(&self) -> Result<()> {
+        for session in self.reported_sessions()? {
+            let lives = |pid| { self.programs.iter() }.any(|one| u64::from(one.guest.pid()) == pid);
+            if session.slot.is_some() && session.pid.is_some_and(|pid| !lives(pid)) {
+                self.end_session(session.id)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a session, which may end by itself at the same time.
+    fn end_session(&self, id: u64) -> Result<()> {
+        match self.vgpu(&["kill", &id.to_string()]) {
+            Ok(_) => Ok(()),
+            Err(error) if error.to_string().contains("there is no session") => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The open sessions, as the executor reports them.
+    fn reported_sessions(&self) -> Result<Vec<SessionOfProgram>> {
         let status = self.vgpu(&["ps", "--json"])?;
         let status: Value = serde_json::from_str(&status).context("parsing `vgpu ps --json`")?;
         let sessions = { status["sessions"].as_array() }.context("a list of sessions")?;
+        sessions.iter().map(SessionOfProgram::parse).collect()
+    }
+
+    /// The numbers of the open sessions, each with the program that fails without it. The session
+    /// of a process that has just ended is left out: a forked one, or one that was replaced.
+    fn sessions(&self) -> Result<Vec<(u64, Fails)>> {
         let mut of_programs = Vec::new();
-        for session in sessions {
-            let id = session["id"].as_u64().context("a session has a number")?;
-            // Over TCP the executor does not know the process.
-            let program = match session["pid"].as_u64() {
-                None => Some(REMOTE),
-                Some(pid) => { self.programs.iter() }
-                    .position(|program| u64::from(program.guest.pid()) == pid),
+        for session in self.reported_sessions()? {
+            let of = |pid: u64| {
+                { self.programs.iter() }.position(|program| u64::from(program.guest.pid()) == pid)
             };
-            of_programs.extend(program.map(|program| (id, program)));
+            let fails = match (session.pid, session.slot) {
+                (Some(pid), _) => of(pid).map(Fails::One),
+                // It has not yet said who it is.
+                (None, Some(_)) => Some(Fails::OfMachine),
+                (None, None) => Some(Fails::One(REMOTE)),
+            };
+            of_programs.extend(fails.map(|fails| (session.id, fails)));
         }
         Ok(of_programs)
     }
@@ -634,7 +835,7 @@ impl<'a> Soak<'a> {
                 return Ok(());
             }
             ensure!(
-                began.elapsed() < HANG,
+                began.elapsed() < SILENCE + SLOW_MACHINE,
                 "the executor has {now}; before: {}",
                 self.status
             );
@@ -645,8 +846,12 @@ impl<'a> Soak<'a> {
     /// Executor and programs hold no more than before. No program works now. Returns the bytes by
     /// which the heap of the executor has grown.
     fn compare_resources(&mut self) -> Result<i64> {
+        self.compared += 1;
+        if !self.compared.is_multiple_of(WAITING) {
+            self.end_dead_sessions()?;
+        }
         self.expect_status()?;
-        let (pid, heaps) = (self.executor()?.pid(), &self.heaps);
+        let (pid, heaps) = (self.executor.pid(), &self.heaps);
         // The heap first: what the C library keeps of freed memory is no leak of ours.
         let grown = heaps.expect_no_more(pid, (self.heap, 0), "the executor", HANG)?;
         expect_no_more(pid, &self.before, "the executor", HANG)
@@ -680,7 +885,7 @@ impl<'a> Soak<'a> {
     /// The ends of the logs of the executor and of the programs.
     fn logs(&self) -> String {
         let executor = format!("{NAME}-vgpu-serve");
-        let names = PROGRAMS.iter().map(|(name, _)| *name);
+        let names = { PROGRAMS.iter().map(|(name, _)| *name) }.chain([MACHINE]);
         let logs = std::iter::once(executor.as_str()).chain(names);
         logs.map(|name| process::tail(&self.setup.log(name)))
             .collect()
@@ -690,7 +895,40 @@ impl<'a> Soak<'a> {
         for program in self.programs {
             program.guest.finish()?;
         }
-        self.executor.context("no executor runs")?.stop()
+        drop(self.machine);
+        self.executor.stop()
+    }
+}
+
+/// A session, as the executor reports it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct SessionOfProgram {
+    id: u64,
+    /// The process of the program. Over TCP the executor does not know it.
+    pid: Option<u64>,
+    /// The slot of the virtual machine's device; `None` on another link.
+    slot: Option<u64>,
+}
+
+impl SessionOfProgram {
+    fn parse(session: &Value) -> Result<SessionOfProgram> {
+        let endpoint = session["endpoint"]
+            .as_str()
+            .context("a session has an endpoint")?;
+        let slot = { endpoint.strip_prefix("vm ") }
+            .and_then(|machine| machine.split_once(" slot ")?.1.parse().ok());
+        // What a program of a machine says of itself: `name[17], ...`.
+        let said = || {
+            let (_, pid) = session["program"].as_str()?.split_once('[')?;
+            pid.split_once(']')?.0.parse().ok()
+        };
+        Ok(SessionOfProgram {
+            id: session["id"].as_u64().context("a session has a number")?,
+            pid: session["pid"]
+                .as_u64()
+                .or_else(|| slot.and_then(|_| said())),
+            slot,
+        })
     }
 }
 
@@ -763,14 +1001,8 @@ fn at_rest(pid: u32) -> Result<ResourceUsage> {
     Ok(last)
 }
 
-/// Starts the executor, in the control group of `freezer`.
-fn serve(
-    setup: &Setup<'_>,
-    heaps: &HeapCounts,
-    config: &Path,
-    port: u16,
-    freezer: Option<&Freezer>,
-) -> Result<Executor> {
+/// Starts the executor.
+fn serve(setup: &Setup<'_>, heaps: &HeapCounts, config: &Path, port: u16) -> Result<KeptExecutor> {
     let tcp = format!("tcp:127.0.0.1:{port}");
     let config = config.display().to_string();
     let sharing = match setup.counts.shares_weights {
@@ -788,11 +1020,8 @@ fn serve(
         "--memory",
         MEMORY,
     ];
-    let mut command = Command::new(&setup.dist.vgpu);
-    preload::set(&mut command, heaps.library());
-    let executor = setup.serve_command(&mut command, NAME, &arguments)?;
-    freezer.map_or(Ok(()), |freezer| freezer.add(executor.pid()))?;
-    Ok(executor)
+    let count_heap = |command: &mut Command| preload::set(command, heaps.library());
+    KeptExecutor::start(setup, NAME, count_heap, &arguments)
 }
 
 /// Connects to the executor as the guest of a unix socket does.
@@ -812,12 +1041,35 @@ fn write_config(setup: &Setup<'_>, file: &Path, control: &Path, weight: u64) -> 
              [{listener:?}]\n"
         );
     }
+    let (socket, silence) = (setup.socket(MACHINE), SILENCE.as_secs());
+    text += &format!(
+        "[[guest]]\nname = {MACHINE:?}\nmemory = {MACHINE_QUOTA}\nweight = {weight}\n\
+         vm = {{ socket = {socket:?}, window = \"64M\", silence = {silence} }}\n"
+    );
     std::fs::write(file, text).context("writing a configuration")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sessions_of_a_machine_have_the_process_that_their_program_names() {
+        let session = |endpoint: &str, pid: Value| {
+            let session = serde_json::json!({
+                "id": 3, "endpoint": endpoint, "pid": pid, "program": "guest[17], ggml 0.25.3",
+            });
+            let SessionOfProgram { id, pid, slot } = SessionOfProgram::parse(&session).unwrap();
+            assert_eq!(id, 3);
+            (pid, slot)
+        };
+        assert_eq!(
+            session("vm events-machine slot 6", Value::Null),
+            (Some(17), Some(6))
+        );
+        assert_eq!(session("unix:/run/a.sock", 5.into()), (Some(5), None));
+        assert_eq!(session("tcp from 127.0.0.1", Value::Null), (None, None));
+    }
 
     #[test]
     fn program_of_a_killed_session_is_told_so_once() {

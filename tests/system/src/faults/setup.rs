@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 
+use super::event::Chosen;
 use super::guest::{Guest, Outcome, Program};
 use vgpu_gguf::Rng;
 use xtask_common::cache::Cache;
@@ -27,6 +28,8 @@ pub(crate) struct Counts {
     pub(crate) others: usize,
     /// Random events, one after the other.
     pub(crate) events: usize,
+    /// The kinds of random events that may happen.
+    pub(crate) chosen: Chosen,
     /// Whether no random event ends the executor.
     pub(crate) keeps_executor: bool,
     /// Whether the programs of the random events share weights.

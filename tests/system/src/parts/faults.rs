@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 
-use crate::faults::{self, Counts, FAULTS};
+use crate::faults::{self, Chosen, Counts, FAULTS};
 use xtask_common::progress::heading;
 
 use crate::test_run::TestRun;
@@ -17,6 +17,7 @@ const FULL: Counts = Counts {
     others: 2,
     // The time ends the run.
     events: 1_000_000,
+    chosen: Chosen::ALL,
     keeps_executor: false,
     shares_weights: true,
     time: Some(Duration::from_secs(60 * 60)),
@@ -27,7 +28,8 @@ const FULL: Counts = Counts {
 const DEFAULT: Counts = Counts {
     kills: 3,
     others: 1,
-    events: 20,
+    events: 12,
+    chosen: Chosen::ALL,
     keeps_executor: false,
     shares_weights: true,
     time: Some(Duration::from_secs(60)),
