@@ -113,6 +113,12 @@ impl PendingTable {
         oldest.map_or(Room::None, |(&id, _)| Room::Of(id))
     }
 
+    /// A connection has ended without a session.
+    fn has_failed(&mut self, id: u64) {
+        self.failed.truncate(MAX_FAILED - 1);
+        self.failed.push_front(id);
+    }
+
     fn cancel(&mut self, id: u64) {
         if let Some(one) = self.pending.get_mut(&id) {
             one.is_cancelled = true;
@@ -152,6 +158,7 @@ impl Handshakes {
         let mut state = self.state();
         let Some(wait) = state.debts.wait(origin, now) else {
             state.debts.add(origin, ACCEPT_COST, now);
+            state.has_failed(id);
             drop(state);
             if let Some(others) = self.refusal_log.allow(now) {
                 warn!(
@@ -176,6 +183,9 @@ impl Handshakes {
                 is_cancelled: false,
             };
             state.pending.insert(id, pending);
+        }
+        if !is_admitted {
+            state.has_failed(id);
         }
         let all = state.live().count();
         let own = state.live().filter(|(_, one)| one.origin == origin).count();
@@ -246,10 +256,10 @@ enum Cost {
     Accepted,
     /// What the thread of the connection has used when it drops the handshake.
     Thread,
+    /// What that thread had used when it gave the connection away.
+    Measured(Duration),
     /// A worker process has been started.
     Worker,
-    /// None: the executor serves nobody now.
-    Excused,
     /// None: the connection has a session.
     Session,
 }
@@ -294,9 +304,21 @@ impl PendingHandshake {
         self.cost = Cost::Worker;
     }
 
-    /// The connection costs its origin nothing, however it ends: the executor cannot serve it.
-    pub(crate) fn excuse(&mut self) {
-        self.cost = Cost::Excused;
+    /// Another thread drops the handshake. Called on the thread of the connection.
+    pub(crate) fn leaves_its_thread(&mut self) {
+        if self.cost == Cost::Thread {
+            self.cost = Cost::Measured(own_time());
+        }
+    }
+
+    /// How long the connection still has to wait, because others of its origin have ended without a
+    /// session since it came. `None`: too long, the connection is to be closed.
+    pub(crate) fn owed(&self) -> Option<Duration> {
+        let state = self.all.state();
+        match state.pending.get(&self.id) {
+            Some(one) => state.debts.wait(&one.origin, Instant::now()),
+            None => Some(Duration::ZERO),
+        }
     }
 
     /// The connection has got a session, and its handshake is over.
@@ -327,14 +349,14 @@ impl Drop for PendingHandshake {
             Cost::Accepted => ACCEPT_COST,
             Cost::Thread => ACCEPT_COST + own_time(),
             Cost::Worker => ACCEPT_COST + WORKER_COST,
-            Cost::Excused | Cost::Session => Duration::ZERO,
+            Cost::Measured(time) => ACCEPT_COST + time,
+            Cost::Session => Duration::ZERO,
         };
         let mut state = self.all.state();
         if let Some(ended) = state.pending.remove(&self.id) {
             state.debts.add(&ended.origin, cost, Instant::now());
             if self.cost != Cost::Session {
-                state.failed.truncate(MAX_FAILED - 1);
-                state.failed.push_front(self.id);
+                state.has_failed(self.id);
             }
         }
         drop(state);
@@ -482,17 +504,77 @@ mod tests {
         }
         let (other, _far) = arrivals.arrive("b");
         assert!(is_now(&other));
-        // Neither a session nor a connection that the executor cannot serve costs anything.
-        for i in 0..100 {
-            let (program, _far) = arrivals.arrive("d");
-            let mut program = program.expect("room");
-            program.gets_a_worker();
-            match i % 2 {
-                0 => program.session_begins(),
-                _ => program.excuse(),
-            }
+        // A session costs nothing.
+        for _ in 0..100 {
+            let (session, _far) = arrivals.arrive("d");
+            let mut session = session.expect("room");
+            session.gets_a_worker();
+            session.session_begins();
         }
         assert!(is_now(&arrivals.arrive("d").0));
+    }
+
+    #[test]
+    fn connections_that_came_at_once_wait_for_each_other() {
+        let handshakes = Handshakes::new(HandshakeLimits {
+            all: 64,
+            of_one_origin: 64,
+        });
+        let begin = |id, origin| handshakes.begin(id, origin, None).expect("room");
+        let mut all: Vec<_> = (0..32).map(|id| begin(id, "a")).collect();
+        let other = begin(32, "b");
+        for mut one in all.drain(..11) {
+            assert!(
+                one.owed() < Some(Duration::from_millis(20)),
+                "10 processes at most"
+            );
+            one.gets_a_worker();
+        }
+        // 550 ms, and less for the time that this test takes.
+        let owed = all[0].owed();
+        assert!(owed > Some(Duration::from_millis(200)), "{owed:?}");
+        for mut one in all.drain(..2) {
+            one.gets_a_worker();
+        }
+        assert_eq!(all[0].owed(), None, "650 ms");
+        assert_eq!(other.owed(), Some(Duration::ZERO));
+    }
+
+    /// The thread that drops the handshake of a program of a worker has used more than the program.
+    #[test]
+    fn a_handshake_costs_what_its_own_thread_has_used() {
+        let handshakes = Handshakes::new(LIMITS);
+        let mut one = handshakes.begin(1, "a", None).expect("room");
+        let thread = std::thread::spawn(move || {
+            assert!(one.wait_on_own_thread(|| false));
+            one.leaves_its_thread();
+            one
+        });
+        let mut one = thread.join().expect("it has not waited");
+        let Cost::Measured(time) = one.cost else {
+            panic!("{:?}", one.cost);
+        };
+        while own_time() < time + Duration::from_millis(20) {}
+        one.leaves_its_thread();
+        assert_eq!(one.cost, Cost::Measured(time));
+    }
+
+    #[test]
+    fn connections_that_are_closed_at_once_have_had_no_session() {
+        let handshakes = Handshakes::new(LIMITS);
+        for id in 1..14 {
+            let one = handshakes.begin(id, "a", None);
+            if let Some(mut one) = one {
+                one.gets_a_worker();
+            }
+        }
+        handshakes.take_failed();
+        assert!(handshakes.begin(15, "a", None).is_none());
+        let begin = |id| handshakes.begin(id, "b", None);
+        let kept: Vec<_> = (16..19).map(begin).collect();
+        assert!(kept.iter().all(Option::is_some));
+        assert!(begin(19).is_none(), "no room");
+        assert_eq!(handshakes.take_failed(), [19, 15]);
     }
 
     #[test]

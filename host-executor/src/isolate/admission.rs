@@ -61,8 +61,12 @@ pub(super) fn start(
     }
 }
 
-/// Waits until few enough programs of an origin are in their handshakes. `None` if they are too
-/// many for too long, and if the program need not be served any more.
+/// How often a program that waits looks whether time has paid for others of its origin.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Waits until few enough programs of an origin are in their handshakes, and time has paid for those
+/// that have ended without a session meanwhile. `None` if that takes too long, and if the program
+/// need not be served any more.
 fn wait_for_turn<'a>(
     shared: &'a SupervisorState,
     guest: Option<&str>,
@@ -72,12 +76,21 @@ fn wait_for_turn<'a>(
     let is_over = || shared.stop.is_set() || program.pending.is_cancelled();
     let end = Instant::now() + WORKER_TIMEOUT;
     let mut processes = shared.processes();
-    while !is_over() && processes.has_to_wait(guest, &origin) {
+    loop {
+        let owed = program.pending.owed()?;
+        let has_to_wait = processes.has_to_wait(guest, &origin);
+        if is_over() || !has_to_wait && owed.is_zero() {
+            break;
+        }
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return None;
         }
-        processes = processes.wait_timeout(&shared.changed, left);
+        let pause = match has_to_wait {
+            true => left,
+            false => left.min(POLL_INTERVAL),
+        };
+        processes = processes.wait_timeout(&shared.changed, pause);
     }
     (!is_over() && !has_hung_up(&program.socket)).then_some(processes)
 }

@@ -62,7 +62,7 @@ impl Division {
         for machine in processes.machines.values() {
             let name = machine.name.as_str();
             let promised = bytes(Some(name), part(partition, Some(name)));
-            let touched = touched_by_machine(machine).unwrap_or(promised);
+            let touched = touched_by_machine(machine);
             untouched = untouched.saturating_add(promised.saturating_sub(touched));
             *given.entry(name).or_default() += promised;
         }
@@ -112,15 +112,18 @@ fn devices(shared: &SupervisorState, partition: &Partition, guest: Option<&str>)
 
 /// Bytes that the executor of a virtual machine has touched. It is a child of `vgpu fd-store`, and
 /// may hide before its number is known: what its guests had allocated when it has last reported
-/// counts then. `None`: it has reported nothing yet.
-fn touched_by_machine(machine: &VmProcess) -> Option<u64> {
+/// counts then, and nothing until somebody has asked it for its status.
+fn touched_by_machine(machine: &VmProcess) -> u64 {
     let executor = machine.answers.executor();
     if let Some(files) = executor.and_then(|pid| ProcFiles::open(pid).ok()) {
-        return Some(files.touched());
+        return files.touched();
     }
-    let status = &machine.report.as_ref()?.status;
-    let devices = 0..status.engines().count();
-    Some(devices.map(|device| status.memory_of_guests(device)).sum())
+    machine.report.as_ref().map_or(0, |report| {
+        let devices = 0..report.status.engines().count();
+        devices
+            .map(|device| report.status.memory_of_guests(device))
+            .sum()
+    })
 }
 
 /// Gives a worker that is about to start its quota.
@@ -137,23 +140,24 @@ pub(super) fn add(shared: &SupervisorState, processes: &Processes, worker: &mut 
     let given = part.min(division.free(guest) / devices(shared, &processes.partition, guest));
     worker.memory = Some(given);
     if given < part {
-        let reserved = if guest.is_some() {
-            0
-        } else {
-            division.reserved
-        };
         let now = Instant::now();
         let lines = shared.session_log.of(worker.guest_or_source(), now);
         if lines.passes(now) {
+            let kept = match guest {
+                Some(_) => String::new(),
+                None => format!(
+                    ", and {} are kept for named guests",
+                    shown(division.reserved)
+                ),
+            };
             warn!(
                 guest = worker.guest_or_source(),
                 "the guest gets {} of its {} of memory until the machine has more: it has {} left, \
-                 of which running guests may still use {}, and {} are kept for named guests",
+                 of which running guests may still use {}{kept}",
                 shown(given),
                 shown(part),
                 shown(division.left),
-                shown(division.untouched),
-                shown(reserved)
+                shown(division.untouched)
             );
         }
     }
@@ -166,8 +170,8 @@ pub(super) fn apply(shared: &SupervisorState, processes: &mut Processes) {
         // A guest that the configuration names no longer keeps what it has.
         if let Some(policy) = partition.policy(worker.guest.as_deref()) {
             worker.memory = match (worker.memory, policy.memory) {
-                (Some(given), Some(part)) => Some(given.min(part)),
-                (_, part) => part,
+                (given, Some(part)) => Some(given.unwrap_or(0).min(part)),
+                (_, None) => None,
             };
         }
     }
@@ -268,7 +272,7 @@ mod tests {
 
     use super::super::ipc::{IpcSocket, ReceiveOutcome};
     use super::super::partition::Resources;
-    use super::super::state::Timeouts;
+    use super::super::state::{Timeouts, VmAnswers};
     use super::*;
     use crate::limits::Limits;
     use crate::policy::Policy;
@@ -487,5 +491,22 @@ mod tests {
         processes.partition.rules.guests.clear();
         apply(&shared, &mut processes);
         assert_eq!(processes.workers[&1].memory, Some(300 * MIB));
+    }
+
+    #[test]
+    fn the_part_of_a_virtual_machine_is_promised_once() {
+        let (shared, _) = supervisor(900, false, 1);
+        let machine = VmProcess {
+            name: "a".into(),
+            pid: rustix::process::getpid(),
+            control: "/nonexistent".into(),
+            answers: VmAnswers::default(),
+            told: 0,
+            untold: None,
+            report: None,
+        };
+        shared.processes().machines.insert(1, machine);
+        let _worker = start(&shared, 2, None);
+        assert_eq!(quotas(&shared), [300]);
     }
 }

@@ -429,7 +429,7 @@ impl Worker {
         self.ipc.close();
     }
 
-    /// Gives the worker a program of its guest. Only a worker with a program over TCP gets the
+    /// Gives the worker a program of its guest, on the thread of the program's connection. Only a worker with a program over TCP gets the
     /// `certificates`, and so the private key.
     pub(super) fn give(
         &mut self,
@@ -437,7 +437,7 @@ impl Worker {
         UnassignedProgram {
             socket,
             peer,
-            pending,
+            mut pending,
         }: UnassignedProgram,
         rejection: Option<Rejection>,
         certificates: Option<&OwnedFd>,
@@ -447,6 +447,7 @@ impl Worker {
             self.send(&Command::Certificates, Some(file))?;
             self.has_certificates = true;
         }
+        pending.leaves_its_thread();
         let command = Command::Serve {
             session,
             guest: self.guest.clone(),

@@ -27,11 +27,7 @@ pub(super) fn start(
     rejection: Option<Rejection>,
     mut program: UnassignedProgram,
 ) -> io::Result<()> {
-    match rejection {
-        // The program is not to blame.
-        Some(Rejection::Draining) => program.pending.excuse(),
-        _ => program.pending.gets_a_worker(),
-    }
+    program.pending.gets_a_worker();
     let (ipc, theirs) = IpcSocket::pair()?;
     let mut worker = Worker::new(ipc, guest, rejection.is_some());
     worker.source = program.peer.source();

@@ -136,16 +136,16 @@ impl BackendDevice {
         status
     }
 
-    /// Whether kernels for `node` access no byte behind the tensor: neither behind rows of quantised
+    /// Whether kernels access no byte behind `tensor`: neither behind rows of quantised
     /// blocks, which some backends read in larger units, nor behind a result, where some keep what
     /// they have converted. ggml's own allocator gives a tensor as many bytes as the backend wants.
     /// Guests give it `bytes`, and may have another tensor behind.
     ///
     /// # Safety
     /// As for [`BackendDevice::supports`].
-    pub(crate) unsafe fn keeps_within(&self, node: *const abi::ggml_tensor, bytes: u64) -> bool {
-        // SAFETY: the node is valid (this function's contract).
-        unsafe { self.allocator.tensor_bytes(node) <= bytes }
+    pub(crate) unsafe fn keeps_within(&self, tensor: *const abi::ggml_tensor, bytes: u64) -> bool {
+        // SAFETY: the tensor is valid (this function's contract).
+        unsafe { self.allocator.tensor_bytes(tensor) <= bytes }
     }
 
     /// Computes a graph. All results are in memory on return.

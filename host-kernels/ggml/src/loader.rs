@@ -19,11 +19,11 @@ pub enum LibraryError {
     #[error("{path} is not a backend of ggml: no function `{symbol}` in it or what it depends on")]
     #[allow(missing_docs)]
     Symbol { path: PathBuf, symbol: String },
-    /// The process has loaded another ggml before.
+    /// The backend uses another ggml than the one beside it.
     #[error(
-        "{path} belongs to {base}, but this process has loaded {loaded} before, for another \
-         backend. The backends of one process need the same ggml: use --engine with backends of \
-         one folder, or start another executor",
+        "{path} lies beside {base}, and uses {loaded}: this process has loaded that one before for \
+         another backend, or the folder has files of two releases. The backends of one process \
+         need the same ggml: name backends of one folder, or start another executor",
         path = path.display(),
         base = base.display(),
         loaded = loaded.display()

@@ -156,12 +156,13 @@ unsafe fn encode(
         // SAFETY: `raw` is a tensor of the arena, whose sources are such.
         unsafe { device.keeps_within(raw, bytes) }
     };
-    // Some backends for GPUs read rows of quantised weights up to the next 512 elements. They stop
-    // the process if blocks are not adjacent.
+    // Some backends for GPUs read rows of quantised weights up to the next 512 elements. The
+    // question ends the process if the stride of blocks is another one, also in rows of one block.
     let is_padded = |index: &u32| {
         let tensor = &graph.tensors[*index as usize];
-        tensor.shape.ty.is_quantized()
-            && (!tensor.shape.has_dense_rows() || !fits(tensor, present[*index as usize]))
+        let Shape { ty, nb, .. } = tensor.shape;
+        let is_dense = nb[0] == ty.block_bytes();
+        ty.is_quantized() && (!is_dense || !fits(tensor, present[*index as usize]))
     };
     if !device.is_cpu && node.src.as_slice().iter().flatten().any(is_padded) {
         return None;
@@ -196,9 +197,8 @@ unsafe fn encode(
     // function, and the memory of all of them is allocated.
     let supported = unsafe { device.supports(dst) };
     // Kernels write rows of a quantised result to their end only, and the question of its size may
-    // stop the process, as above.
-    let fits = to.shape.ty.is_quantized() || fits(to, dst);
-    (supported && fits).then_some(dst)
+    // end the process, as above.
+    (supported && (to.shape.ty.is_quantized() || fits(to, dst))).then_some(dst)
 }
 
 /// Whether ggml's CPU backend computes a node. The backend's `supports_op` answers yes for types

@@ -22,8 +22,8 @@ use crate::shm::liveness::{self, ALIVE, Liveness, PERIOD};
 use crate::shm::memory::{MapError, SharedWords as _, Window};
 
 /// How long a request for the slot of a session without a heartbeat waits for the next heartbeat:
-/// after a pause of the machine all of its programs are silent until then. Less than the 2 s that a
-/// guest waits for its answer, with the time to end the session.
+/// after a pause of the machine all of its programs are silent until then. With the time to end the
+/// session less than the 2 s that a guest waits for its answers.
 const HEARTBEAT_WAIT: Duration = PERIOD.saturating_add(Duration::from_millis(250));
 
 /// The time that a session has to end after that. Then the host answers [`VERDICT_BUSY`].
@@ -110,7 +110,8 @@ struct Slot {
     /// The number of the last request that the host has accepted or answered.
     seen: u64,
     running: Option<Running>,
-    /// The request of a guest that waits for the end of the previous session, and its time.
+    /// The latest request of guests that wait for the end of the previous session, and the time of
+    /// the first one.
     waiting: Option<(u64, Instant)>,
 }
 
@@ -252,7 +253,9 @@ impl VmWindow {
             }
             if number != slot.seen {
                 slot.seen = number;
-                slot.waiting = Some((number, Instant::now()));
+                // Requests that follow each other do not put the end of a dead session off.
+                let since = slot.waiting.map_or_else(Instant::now, |(_, since)| since);
+                slot.waiting = Some((number, since));
             }
             let Some((number, since)) = slot.waiting else {
                 continue;
@@ -536,6 +539,21 @@ mod tests {
         let event = contended.machine.next(Duration::from_millis(1)).unwrap();
         assert!(matches!(event, VmEvent::Arrival(_)), "{event:?}");
         assert_eq!(contended.verdict(), None);
+    }
+
+    /// Two programs that ask in turns get the slot as soon as one does.
+    #[test]
+    fn requests_do_not_put_the_end_of_a_dead_session_off() {
+        let mut contended = Contended::new();
+        let mut number = 99;
+        while !contended.is_asked() {
+            let took = contended.since.elapsed();
+            assert!(took < 2 * HEARTBEAT_WAIT, "{took:?} and {number}");
+            number += 1;
+            contended.directory.store(word::request(0), number);
+            contended.next();
+        }
+        assert!(contended.since.elapsed() >= HEARTBEAT_WAIT);
     }
 
     /// After a pause of the machine, a request may come before the next heartbeat.
