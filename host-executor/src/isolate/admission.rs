@@ -64,9 +64,9 @@ pub(super) fn start(
 /// How often a program that waits looks whether time has paid for others of its origin.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Waits until few enough programs of an origin are in their handshakes, and time has paid for those
-/// that have ended without a session meanwhile. `None` if that takes too long, and if the program
-/// need not be served any more.
+/// Waits until few enough programs of an origin are in their handshakes, and time has paid for
+/// those that have ended without a session meanwhile. `None` if that takes too long, and if the
+/// program need not be served any more.
 fn wait_for_turn<'a>(
     shared: &'a SupervisorState,
     guest: Option<&str>,

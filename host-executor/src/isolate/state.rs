@@ -429,8 +429,8 @@ impl Worker {
         self.ipc.close();
     }
 
-    /// Gives the worker a program of its guest, on the thread of the program's connection. Only a worker with a program over TCP gets the
-    /// `certificates`, and so the private key.
+    /// Gives the worker a program of its guest, on the thread of the program's connection. Only a
+    /// worker with a program over TCP gets the `certificates`, and so the private key.
     pub(super) fn give(
         &mut self,
         session: u64,

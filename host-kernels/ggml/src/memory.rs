@@ -76,8 +76,8 @@ impl Allocator {
     /// # Safety
     /// The tensor and those that it points to must be valid.
     pub(crate) unsafe fn tensor_bytes(&self, tensor: *const abi::ggml_tensor) -> u64 {
-        // SAFETY: the buffer type is a constant object of the backend, and the tensor is valid (this
-        // function's contract).
+        // SAFETY: the buffer type is a constant object of the backend, and the tensor is valid: the
+        // contract of this function.
         unsafe { (self.functions.buft_get_alloc_size)(self.buft, tensor) as u64 }
     }
 
