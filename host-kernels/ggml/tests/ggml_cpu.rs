@@ -177,6 +177,29 @@ fn a_file_that_is_no_backend_is_refused() {
 }
 
 #[test]
+fn a_ggml_that_is_not_known_is_refused_with_both_versions() {
+    let folder = tempfile::tempdir().unwrap();
+    for release in ["0.99.0", "0.1.0"] {
+        let (source, library) = ("stub.c", format!("libggml-{release}.so"));
+        let code = format!(
+            "const char *ggml_version(void) {{ return \"{release}\"; }}\n\
+             void *ggml_backend_init(void) {{ __builtin_trap(); }}\n"
+        );
+        std::fs::write(folder.path().join(source), code).unwrap();
+        let mut cc = std::process::Command::new("cc");
+        cc.current_dir(folder.path());
+        let output = cc
+            .args(["-shared", "-fPIC", "-o", &library, source])
+            .output();
+        assert!(output.expect("a compiler").status.success());
+        let error = Library::load(&folder.path().join(&library)).unwrap_err();
+        assert!(matches!(error, LibraryError::Release { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(release) && text.contains("0.20"), "{text}");
+    }
+}
+
+#[test]
 fn an_unknown_device_is_refused_with_those_that_exist() {
     let path = backends().remove(0);
     let error = GgmlEngine::start(&path, Some("CUDA7"), 0, None, cpu())
