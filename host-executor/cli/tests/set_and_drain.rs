@@ -236,12 +236,22 @@ fn the_deadline_of_a_drain_ends_what_is_left() {
     site.end();
 }
 
-/// The number of the session of a guest that has one.
+/// The number of the session of a guest that has one. With `--isolate`, the supervisor knows what
+/// the worker has last reported.
 fn session_of(site: &Site, guest: &str) -> String {
-    let sessions = site.status()["sessions"].clone();
-    let all = sessions.as_array().expect("a list");
-    let own = all.iter().find(|session| session["guest"] == guest);
-    own.expect("a session")["id"].to_string()
+    let start = Instant::now();
+    loop {
+        let sessions = site.status()["sessions"].clone();
+        let all = sessions.as_array().expect("a list");
+        if let Some(own) = all.iter().find(|session| session["guest"] == guest) {
+            return own["id"].to_string();
+        }
+        assert!(
+            start.elapsed() < TIMEOUT,
+            "no session of {guest}: {sessions:#}"
+        );
+        thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]
