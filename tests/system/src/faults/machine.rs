@@ -43,8 +43,8 @@ pub(crate) fn be_machine(options: &MachineOptions) -> Result<()> {
 fn own_program(setup: &Setup<'_>) -> Result<PathBuf> {
     let copy = setup.scratch.path().join("machine");
     if !copy.exists() {
-        let own = std::env::current_exe().context("looking for this program")?;
-        std::fs::copy(own, &copy).context("copying this program")?;
+        // Also if a build has replaced the file since this program was started.
+        std::fs::copy("/proc/self/exe", &copy).context("copying this program")?;
     }
     Ok(copy)
 }
