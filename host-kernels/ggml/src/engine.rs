@@ -131,9 +131,7 @@ impl GgmlEngine {
             fallback,
         })
     }
-}
 
-impl GgmlEngine {
     /// How many nodes of each operator the device computes, and how many the fallback, in all
     /// graphs so far. By the operator's name in ggml.
     pub fn placement(&self) -> BTreeMap<&'static str, Placed> {

@@ -175,8 +175,8 @@ fn compare(
     let (own, other) = (report.totals(), native.totals());
     ensure!(own.ok > 0 && other.ok > 0, "no case has run");
     Ok(format!(
-        "{computed} operators on the device; {} cases, all supported: {} ok, {} failed as on {NATIVE}, {} that ggml's CPU cannot \
-         compute; on {NATIVE} in the program itself: {} ok, {} failed, {} not supported by it or \
+        "{computed} operators on the device; {} cases, all supported: {} ok, {} failed as on \
+         {NATIVE}, {} that ggml's CPU cannot compute; on {NATIVE} in the program itself: {} ok, {} failed, {} not supported by it or \
          by the CPU{end}",
         own.all(),
         own.ok,

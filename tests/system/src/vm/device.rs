@@ -348,22 +348,7 @@ impl Booted {
         let mut qmp = Qmp::connect(&monitor(prepared))?;
         qmp.run("device_del", json!({ "id": "vgpu0" }))?;
         qmp.event("DEVICE_DELETED")?;
-        let lost = program.loss(&mut self.guest)?;
-        ensure!(
-            lost == "the peer closed the link",
-            "the program blames somebody: {lost}"
-        );
-        // Without a device there is no next load.
-        program.begin(&mut self.guest, LONG)?;
-        let end = program.end(&mut self.guest)?;
-        ensure!(
-            matches!(end, Outcome::Failed(_)),
-            "{end:?} without a device:\n{}",
-            program.errors(&mut self.guest)?
-        );
-        let oops = "dmesg | grep 'BUG:\\|Oops\\|Call Trace\\|segfault'";
-        let oops = self.guest.run(oops)?.output;
-        ensure!(oops.is_empty(), "the guest's kernel says:\n{oops}");
+        let lost = program.loss_of_device(&mut self.guest)?;
         let left = "grep -l 0x2331 /sys/bus/pci/devices/*/device; true";
         let left = self.guest.run(left)?.good("listing devices")?;
         ensure!(left.trim().is_empty(), "the guest has {left}");

@@ -503,22 +503,7 @@ impl Events<'_> {
         self.begin()?;
         self.qmp.run("device_del", json!({ "id": "vgpu" }))?;
         self.qmp.event("DEVICE_DELETED")?;
-        let lost = self.program.loss(&mut self.guest)?;
-        ensure!(
-            lost == "the peer closed the link",
-            "the program blames somebody: {lost}"
-        );
-        // Without a device there is no next load.
-        self.program.begin(&mut self.guest, SOME)?;
-        let end = self.program.end(&mut self.guest)?;
-        ensure!(
-            matches!(end, Outcome::Failed(_)),
-            "{end:?} without a device:\n{}",
-            self.program.errors(&mut self.guest)?
-        );
-        let oops = "dmesg | grep 'BUG:\\|Oops\\|Call Trace\\|segfault'";
-        let oops = self.guest.run(oops)?.output;
-        ensure!(oops.is_empty(), "the guest's kernel says:\n{oops}");
+        let lost = self.program.loss_of_device(&mut self.guest)?;
         // QEMU keeps the connection to the executor until the other half of the device is removed.
         let left = self.sessions()?;
         ensure!(!left.is_empty(), "the sessions ended by themselves");

@@ -145,6 +145,29 @@ impl Program {
         Ok(reason.split(". ").next().unwrap_or_default().to_owned())
     }
 
+    /// Waits for the end of a generation whose device was unplugged, and looks that the program
+    /// blames nobody, that it cannot load again, and that the guest's kernel has no complaint.
+    /// Returns the reason of the loss.
+    pub(super) fn loss_of_device(&self, guest: &mut Guest) -> Result<String> {
+        let lost = self.loss(guest)?;
+        ensure!(
+            lost == "the peer closed the link",
+            "the program blames somebody: {lost}"
+        );
+        // Without a device there is no next load.
+        self.begin(guest, LONG)?;
+        let end = self.end(guest)?;
+        ensure!(
+            matches!(end, Outcome::Failed(_)),
+            "{end:?} without a device:\n{}",
+            self.errors(guest)?
+        );
+        let oops = guest.run("dmesg | grep 'BUG:\\|Oops\\|Call Trace\\|segfault'")?;
+        let oops = oops.output;
+        ensure!(oops.is_empty(), "the guest's kernel says:\n{oops}");
+        Ok(lost)
+    }
+
     /// Generates `count` tokens, without an event.
     pub(super) fn tokens(&self, guest: &mut Guest, count: usize) -> Result<String> {
         self.begin(guest, count)?;
