@@ -6,6 +6,7 @@
 //!
 //! Connections that end without a session cost processor time, which is charged to their origin
 //! ([`debts`]): further connections of the origin wait, and are closed if they would wait too long.
+//! So are worker processes that end soon after their start, with or without a session.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -31,6 +32,10 @@ const ACCEPT_COST: Duration = Duration::from_micros(100);
 
 /// Processor time to start and end the worker process of a connection.
 const WORKER_COST: Duration = Duration::from_millis(50);
+
+/// A worker process with a session pays for its start and end while it runs: a hundredth of the
+/// time that it has lived. After 5 s, nothing is left.
+const WORKER_TERM: u32 = 100;
 
 /// Connections without a session that are remembered. Those of a worker are taken with each report.
 const MAX_FAILED: usize = 256;
@@ -222,6 +227,13 @@ impl Handshakes {
         std::mem::take(&mut self.state().failed).into()
     }
 
+    /// A worker process that has had a session has ended, `lived` after its start. `origin` is that
+    /// of the program that it was started for.
+    pub(crate) fn worker_has_ended(&self, origin: &str, lived: Duration) {
+        let cost = WORKER_COST.saturating_sub(lived / WORKER_TERM);
+        self.state().debts.add(origin, cost, Instant::now());
+    }
+
     /// Closes the connections whose link is not open, and waits until no connection is left. The
     /// threads of the others check the stop flag of the server.
     pub(crate) fn close(&self) {
@@ -389,6 +401,11 @@ mod tests {
         of_one_origin: 3,
     };
 
+    /// Whether a connection may be served at once.
+    fn is_now(ticket: &Option<PendingHandshake>) -> bool {
+        ticket.as_ref().expect("room").start <= Instant::now()
+    }
+
     /// Connections, and their other ends.
     struct Arrivals {
         handshakes: Arc<Handshakes>,
@@ -470,9 +487,6 @@ mod tests {
         end(&mut arrivals, "a", 11);
         let failed = arrivals.handshakes.take_failed();
         assert!(failed.into_iter().eq((1..=11).rev()));
-        let is_now = |ticket: &Option<PendingHandshake>| {
-            ticket.as_ref().expect("room").start <= Instant::now()
-        };
         let (other, _far) = arrivals.arrive("b");
         assert!(is_now(&other));
         let (waiting, far) = arrivals.arrive("a");
@@ -512,6 +526,20 @@ mod tests {
             session.session_begins();
         }
         assert!(is_now(&arrivals.arrive("d").0));
+    }
+
+    #[test]
+    fn worker_processes_that_end_at_once_are_paid_by_their_origin() {
+        let mut arrivals = Arrivals::new();
+        for _ in 0..100 {
+            arrivals.handshakes.worker_has_ended("a", WORKER_COST * WORKER_TERM);
+        }
+        assert!(is_now(&arrivals.arrive("a").0), "each has lived for 5 s");
+        for _ in 0..11 {
+            arrivals.handshakes.worker_has_ended("a", Duration::ZERO);
+        }
+        assert!(!is_now(&arrivals.arrive("a").0), "550 ms");
+        assert!(is_now(&arrivals.arrive("b").0));
     }
 
     #[test]

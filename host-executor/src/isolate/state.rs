@@ -151,8 +151,12 @@ pub(super) struct Worker {
     given: u64,
     /// Whether the worker has the certificates of TCP links.
     has_certificates: bool,
-    /// The origin of the first program, until a program has got a session.
-    pub(super) unproven: Option<String>,
+    /// When the worker was started.
+    pub(super) since: Instant,
+    /// The origin of the first program.
+    pub(super) origin: Option<String>,
+    /// Whether a program has got a session.
+    pub(super) has_had_session: bool,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
     /// The last report, and when it has come.
@@ -367,7 +371,9 @@ impl Worker {
             sessions: BTreeMap::new(),
             given: 0,
             has_certificates: false,
-            unproven: None,
+            since: Instant::now(),
+            origin: None,
+            has_had_session: false,
             is_closing: false,
             report: None,
             dumps: BTreeMap::new(),
@@ -456,7 +462,7 @@ impl Worker {
         };
         self.send(&command, Some(&socket))?;
         if self.given == 0 {
-            self.unproven = Some(peer.origin());
+            self.origin = Some(peer.origin());
         }
         self.given += 1;
         let program = Program {
@@ -499,7 +505,8 @@ impl Processes {
 
     /// Whether a program of `guest` from `origin` has to wait, because enough programs of the guest
     /// there have been given to workers and have no session yet. A worker that has had no session
-    /// counts until its process has ended.
+    /// counts until its process has ended. So does any other, up to [`MAX_WORKER_HANDSHAKES`]: what
+    /// it has cost is known at its end.
     pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str) -> bool {
         // Another guest of the same origin has workers and a quota of its own.
         let own = self
@@ -509,11 +516,11 @@ impl Processes {
         let programs = own.clone().flat_map(|worker| worker.sessions.values());
         let pending = programs.filter(|program| program.pending.is_some());
         let pending = pending.filter(|p| p.peer.origin() == origin).count();
-        let is_ending = |worker: &&Worker| {
-            worker.sessions.is_empty() && worker.unproven.as_deref() == Some(origin)
-        };
-        let ending = own.filter(is_ending).count();
-        pending + ending >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
+        let of_origin = own.filter(|worker| worker.origin.as_deref() == Some(origin));
+        let ending = of_origin.filter(|worker| worker.sessions.is_empty());
+        let unproven = ending.clone().filter(|w| !w.has_had_session).count();
+        pending + unproven >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
+            || pending + ending.count() >= MAX_WORKER_HANDSHAKES
     }
 
     /// How many programs can be served at once, of all guests like this one.

@@ -202,7 +202,7 @@ fn on_report(shared: &SupervisorState, id: u64, report: WorkerReport) {
         // has got none is dropped with the program.
         let has_had_session = is_over && !is_rejection && !report.without_session.contains(session);
         if is_there || has_had_session {
-            worker.unproven = None;
+            worker.has_had_session = true;
             if let Some(pending) = program.pending.take() {
                 pending.session_begins();
             }
@@ -221,6 +221,11 @@ fn on_report(shared: &SupervisorState, id: u64, report: WorkerReport) {
 fn remove(shared: &SupervisorState, id: u64, log: impl Fn(u64, &Peer)) {
     let mut processes = shared.processes();
     if let Some(worker) = processes.workers.remove(&id) {
+        // Without a session, the end of the handshake has charged the origin.
+        if let (true, Some(origin)) = (worker.has_had_session, &worker.origin) {
+            let lived = worker.since.elapsed();
+            shared.handshakes.worker_has_ended(origin, lived);
+        }
         for (session, program) in &worker.sessions {
             log(*session, &program.peer);
         }

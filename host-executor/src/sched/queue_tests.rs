@@ -16,6 +16,8 @@ struct Guest {
     pause: Duration,
     /// The pause after every tenth graph.
     tenth: Duration,
+    /// What a graph takes more in a turn after that of another tenant, with cold caches.
+    cold: Duration,
 }
 
 /// What a tenant has got.
@@ -23,6 +25,8 @@ struct Guest {
 struct Served {
     ran: Duration,
     graphs: u32,
+    /// Turns after that of another tenant.
+    switches: u32,
     /// The longest uninterrupted wait of a graph.
     longest_wait: Duration,
 }
@@ -36,6 +40,7 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
     let mut submits: Vec<Option<Duration>> = guests.iter().map(|_| Some(Duration::ZERO)).collect();
     let mut waits_since = vec![Duration::ZERO; guests.len()];
     let mut now = Duration::ZERO;
+    let mut last = None;
     let arrive = |queue: &mut Queue,
                   submits: &mut [Option<Duration>],
                   now: Duration,
@@ -71,6 +76,10 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
         };
         let i = tenant.0 as usize;
         got[i].longest_wait = got[i].longest_wait.max(now - waits_since[i]);
+        if last.replace(i) != Some(i) {
+            got[i].switches += 1;
+            left[i] += guests[i].cold;
+        }
         let since = now;
         let mut end = queue.allowance(tenant);
         loop {
@@ -115,6 +124,7 @@ fn busy(weight: u32, graph_us: u64, piece_us: u64) -> Guest {
         piece: Duration::from_micros(piece_us),
         pause: Duration::ZERO,
         tenth: Duration::ZERO,
+        cold: Duration::ZERO,
     }
 }
 
@@ -138,7 +148,7 @@ proptest! {
                 let va = a.ran.as_secs_f64() / f64::from(i.weight);
                 let vb = b.ran.as_secs_f64() / f64::from(j.weight);
                 let too_long = |g: &Guest| {
-                    (SLICE + MIN_SLICE + 2 * g.piece).as_secs_f64() / f64::from(g.weight)
+                    (ROUND / 2 + MIN_SLICE + 2 * g.piece).as_secs_f64() / f64::from(g.weight)
                 };
                 prop_assert!((va - vb).abs() <= too_long(i) + too_long(j), "{va} and {vb} of \
                  {guests:?}");
@@ -168,12 +178,13 @@ proptest! {
             prop_assert!(a.graphs > 0, "{guests:?}: {got:?}");
             // The lead of its own last turn; for each other tenant its credit, and the pause after
             // which it returns.
-            let own = (SLICE + MIN_SLICE + 2 * guest.piece).as_secs_f64() / f64::from(guest.weight);
+            let own = ROUND / 2 + MIN_SLICE + 2 * guest.piece;
+            let own = own.as_secs_f64() / f64::from(guest.weight);
             let others = guests.iter().enumerate().filter(|&(j, _)| j != i);
             let bound: f64 = others
                 .map(|(_, g)| {
                     own * f64::from(g.weight)
-                        + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT + g.pause).as_secs_f64()
+                        + (ROUND / 2 + MIN_SLICE + 2 * g.piece + CREDIT + 2 * g.pause).as_secs_f64()
                 })
                 .sum();
             prop_assert!(a.longest_wait.as_secs_f64() <= bound, "{i} waited {:?}, {bound}: \
@@ -215,6 +226,7 @@ fn decoding(graph: Duration, pause: Duration) -> (Guest, f64) {
         piece: MIN_SLICE,
         pause,
         tenth: pause,
+        cold: Duration::ZERO,
     };
     let alone = &simulate(std::slice::from_ref(&guest), LONG)[0];
     (guest, f64::from(alone.graphs))
@@ -236,6 +248,7 @@ fn decoding_keeps_half_of_its_rate_beside_pieces_of_any_length() {
                         piece,
                         pause: us(between),
                         tenth: us(between),
+                        cold: Duration::ZERO,
                     };
                     let got = simulate(&[guest.clone(), attacker.clone()], LONG);
                     let kept = f64::from(got[0].graphs) / alone;
@@ -244,6 +257,31 @@ fn decoding_keeps_half_of_its_rate_beside_pieces_of_any_length() {
                         "{guest:?} keeps {kept:.2} of its rate beside {attacker:?}"
                     );
                 }
+            }
+        }
+    }
+}
+
+/// With short pauses, a guest computes several tokens in a turn, and only the first with cold
+/// caches.
+#[test]
+fn decoding_keeps_its_rate_although_each_turn_begins_with_cold_caches() {
+    let us = Duration::from_micros;
+    for (graph, pause) in [(2000, 150), (5500, 150), (5500, 450), (12_000, 900)] {
+        for cold in [300, 600, 1000] {
+            let (guest, alone) = decoding(us(graph), us(pause));
+            let guest = Guest {
+                cold: us(cold),
+                ..guest
+            };
+            let others = [500, 3000, 30_000].map(|piece| busy(1, 400_000, piece));
+            for other in others.into_iter().chain([guest.clone()]) {
+                let got = &simulate(&[guest.clone(), other.clone()], LONG)[0];
+                let kept = f64::from(got.graphs) / alone;
+                assert!(kept >= 0.46, "{guest:?} keeps {kept:.3} beside {other:?}");
+                let per_graph = f64::from(got.switches) / f64::from(got.graphs);
+                let most = graph as f64 / 12_000.0;
+                assert!(per_graph < most, "{per_graph:.2} switches beside {other:?}");
             }
         }
     }
