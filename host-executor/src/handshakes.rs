@@ -532,7 +532,9 @@ mod tests {
     fn worker_processes_that_end_at_once_are_paid_by_their_origin() {
         let mut arrivals = Arrivals::new();
         for _ in 0..100 {
-            arrivals.handshakes.worker_has_ended("a", WORKER_COST * WORKER_TERM);
+            arrivals
+                .handshakes
+                .worker_has_ended("a", WORKER_COST * WORKER_TERM);
         }
         assert!(is_now(&arrivals.arrive("a").0), "each has lived for 5 s");
         for _ in 0..11 {

@@ -244,7 +244,9 @@ fn processes_for_sessions_that_end_at_once_are_paid_by_their_user() {
         let programs: Vec<_> = (0..PROGRAMS)
             .map(|_| scope.spawn(|| begin_and_end_sessions(&scratch, start)))
             .collect();
-        let sessions = programs.into_iter().map(|one| one.join().expect("no panic"));
+        let sessions = programs
+            .into_iter()
+            .map(|one| one.join().expect("no panic"));
         sessions.sum()
     });
     let elapsed = start.elapsed();
@@ -254,7 +256,10 @@ fn processes_for_sessions_that_end_at_once_are_paid_by_their_user() {
     }
     compute(&mut serve.guest_in_time(&scratch.socket()));
     assert_processes_are_paid(&end(serve), elapsed);
-    assert!(sessions >= 10, "{sessions} sessions: all of them may come at once");
+    assert!(
+        sessions >= 10,
+        "{sessions} sessions: all of them may come at once"
+    );
 }
 
 /// Begins sessions until 4 s have passed since `start`, and ends each. Returns how many.

@@ -219,7 +219,9 @@ impl Queue {
         ticket: Ticket,
         at: Duration,
     ) {
-        let was_held = { &self.tenants }.get(&tenant).is_some_and(|state| state.hold.is_some());
+        let was_held = { &self.tenants }
+            .get(&tenant)
+            .is_some_and(|state| state.hold.is_some());
         self.end_holds(at);
         let now = self.now;
         let state = self.tenant(tenant, entitlement, at);
