@@ -119,7 +119,7 @@ impl PendingTable {
     }
 
     /// A connection has ended without a session.
-    fn has_failed(&mut self, id: u64) {
+    fn record_failed(&mut self, id: u64) {
         self.failed.truncate(MAX_FAILED - 1);
         self.failed.push_front(id);
     }
@@ -163,7 +163,7 @@ impl Handshakes {
         let mut state = self.state();
         let Some(wait) = state.debts.wait(origin, now) else {
             state.debts.add(origin, ACCEPT_COST, now);
-            state.has_failed(id);
+            state.record_failed(id);
             drop(state);
             if let Some(others) = self.refusal_log.allow(now) {
                 warn!(
@@ -190,7 +190,7 @@ impl Handshakes {
             state.pending.insert(id, pending);
         }
         if !is_admitted {
-            state.has_failed(id);
+            state.record_failed(id);
         }
         let all = state.live().count();
         let own = state.live().filter(|(_, one)| one.origin == origin).count();
@@ -368,7 +368,7 @@ impl Drop for PendingHandshake {
         if let Some(ended) = state.pending.remove(&self.id) {
             state.debts.add(&ended.origin, cost, Instant::now());
             if self.cost != Cost::Session {
-                state.has_failed(self.id);
+                state.record_failed(self.id);
             }
         }
         drop(state);

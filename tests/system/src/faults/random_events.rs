@@ -182,6 +182,8 @@ struct Soak<'a> {
     /// The bytes by which the heaps of the executor and of a program were larger than before, at
     /// most.
     most_heap: (i64, i64),
+    /// The bytes by which the heap of the executor was larger than before, at each comparison.
+    growths: Vec<i64>,
     programs: Vec<Program>,
     /// The time from the load of a model to the last token of a program that is alone.
     life: Duration,
@@ -228,17 +230,33 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         Ok(since @ 1..) => format!(", {} for 1,000 events", 1000 * grown / since),
         _ => String::new(),
     };
+    // Whether the heap still grows: the medians of the parts of a run with one executor.
+    let quarters = match setup.counts.keeps_executor {
+        true => format!(", by quarters of the run {:?}", medians(&soak.growths, 4)),
+        false => String::new(),
+    };
     soak.end()?;
     Ok(Row {
         fault: "random events",
         times: done,
         found: format!(
             "{}; 0 hangs, 0 wrong tokens; executor since its last start, {since} events before \
-             the end: {before}, after: {after}, heap {grown:+} bytes{rate}; heaps grew by \
+             the end: {before}, after: {after}, heap {grown:+} bytes{rate}{quarters}; heaps grew by \
              {of_executor} and {of_programs} bytes at most{skipped}",
             counts.join(", ")
         ),
     })
+}
+
+/// The medians of that many parts of a list, in order.
+fn medians(all: &[i64], parts: usize) -> Vec<i64> {
+    let parts = all.chunks(all.len().div_ceil(parts).max(1));
+    let median = |part: &[i64]| {
+        let mut part = part.to_vec();
+        part.sort_unstable();
+        part[part.len() / 2]
+    };
+    parts.map(median).collect()
 }
 
 impl<'a> Soak<'a> {
@@ -284,6 +302,7 @@ impl<'a> Soak<'a> {
             since: 0,
             compared: 0,
             most_heap: (0, 0),
+            growths: Vec::new(),
             programs: Vec::new(),
             life: Duration::ZERO,
             reloads: 0,
@@ -857,6 +876,7 @@ impl<'a> Soak<'a> {
         expect_no_more(pid, &self.before, "the executor", HANG)
             .with_context(|| format!("its heap has grown by {grown} bytes"))?;
         self.most_heap.0 = self.most_heap.0.max(grown);
+        self.growths.push(grown);
         for Program {
             name,
             guest,

@@ -131,11 +131,19 @@ fn of_newest_release(
         |tests, progress| inproc(tests, dist, newest, version, is_sampled, progress),
     );
     without_cases(tests, dist, (version, newest));
-    let guest = llama::RELEASE;
-    let name = format!("guest ggml {guest}, the engine ggml over ggml-cpu {version}");
-    tests.check(&name, |tests, progress| {
-        on_ggml_cpu(tests, dist, bin, newest, progress)
-    });
+    let other = llama::RELEASE;
+    for (guest, host) in [
+        ((other, bin), (version, newest)),
+        ((version, newest), (other, bin)),
+    ] {
+        let name = format!(
+            "guest ggml {}, the engine ggml over ggml-cpu {}",
+            guest.0, host.0
+        );
+        tests.check(&name, |tests, progress| {
+            on_ggml_cpu(tests, dist, guest, host.1, progress)
+        });
+    }
 }
 
 /// How many cases the name of a check promises.
@@ -325,18 +333,19 @@ fn inproc(
     Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
 
-/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, on an executor
-/// whose engine is the CPU backend of the ggml in `host`.
+/// Compares the ops of the ggml of this version in `bin` with its CPU backend, all or a sample, on
+/// an executor whose engine is the CPU backend of the ggml in `host`.
 fn on_ggml_cpu(
     tests: &TestRun<'_>,
     dist: &Dist,
-    bin: &Path,
+    (version, bin): (&str, &Path),
     host: &Path,
     progress: &Progress,
 ) -> Result<String> {
     let engine = format!("ggml:{}", host.join("libggml-cpu.so").display());
     let mut serve = Command::new(&dist.vgpu);
-    let log = tests.log("ops-ggml-cpu-vgpu-serve");
+    let name = format!("engine-ggml-cpu-{version}");
+    let log = tests.log(&format!("ops-{name}-vgpu-serve"));
     let served = Served::start_engine(&mut serve, &engine, &["--trust-guests"], &log)?;
     let endpoint = served.executor.endpoint();
     let mut suite = Suite {
@@ -344,7 +353,7 @@ fn on_ggml_cpu(
             dist,
             endpoint: &endpoint,
         },
-        ..suite(tests, bin, "engine-ggml-cpu")
+        ..suite(tests, bin, &name)
     };
     let mut seed_note = String::new();
     if tests.options.samples_ops() {

@@ -95,13 +95,19 @@ pub(super) fn machine_memory() -> anyhow::Result<impl Fn() -> u64 + Send + Sync 
     Ok(move || engine.memory().free)
 }
 
+/// Whether the supervisor divides the memory of the machine among the guests: a part on another
+/// engine than the CPU engine may be memory of its device.
+pub(super) fn divides_machine_memory(engines: &[EngineKind]) -> bool {
+    engines.iter().all(|engine| *engine == EngineKind::Cpu)
+}
+
 /// Says in the log if the parts of the guests are more than the machine or its control group has
 /// left now: the guests that come last will get less than their parts.
 pub(super) fn log_shortage(engines: &[EngineKind], partition: &Partition) -> anyhow::Result<()> {
-    if !engines.contains(&EngineKind::Cpu) {
+    if !divides_machine_memory(engines) {
         return Ok(());
     }
-    // Each engine beside the CPU engine divides the same memory once more.
+    // A guest has its part on each engine.
     let left = machine_memory()?() / engines.len() as u64;
     match shortage(partition, left) {
         Some(Shortage::OfNamed(text)) => warn!("{text}"),

@@ -104,8 +104,7 @@ pub(crate) fn run(
         let engines = u32::try_from(engines.len()).unwrap_or(u32::MAX);
         supervisor.limit_starts(limit.saturating_mul(engines) + START_MARGIN);
     }
-    // A part on another engine may be memory of its device.
-    if engines.iter().all(|engine| *engine == EngineKind::Cpu) {
+    if partition::divides_machine_memory(engines) {
         supervisor.divide_machine_memory(partition::machine_memory()?);
     }
     if let Some(certificates) = listeners.certificates() {
