@@ -6,12 +6,15 @@
 //! on the same cores as the engine. `cargo xtask bench weights --only eight` measures the host
 //! memory for shared weights.
 
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use clap::ValueEnum as _;
 use serde_json::{Value, json};
 
 use crate::common::{Build, Needs, keep, show, tokens_per_second};
@@ -30,6 +33,13 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The number of guests in the last part.
 const MANY: usize = 8;
+
+/// How often the page asks for itself again: `PERIOD` of
+/// `host-executor/cli/src/serve/status_page/page.js`.
+const PAGE_PERIOD: Duration = Duration::from_secs(2);
+
+/// The threads of the executor that answer HTTP.
+const HTTP_THREADS: [&str; 2] = ["vgpu-metrics", "tokio-rt-worker"];
 
 /// Options of the benchmark.
 #[derive(Debug, clap::Args)]
@@ -60,6 +70,8 @@ enum Part {
     Decode,
     /// Eight guests at once
     Many,
+    /// Processor time of the page for browsers, looked at by one and by none, beside eight guests
+    Page,
 }
 
 /// The work of a guest: arguments of llama-bench.
@@ -92,15 +104,13 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("tenants");
     let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
     let mut rows = Vec::new();
-    for part in [Part::Lone, Part::Weights, Part::Decode, Part::Many]
-        .into_iter()
-        .filter(wanted)
-    {
+    for &part in Part::value_variants().iter().filter(|part| wanted(part)) {
         rows.extend(match part {
             Part::Lone => setting.lone()?,
             Part::Weights => setting.weights()?,
             Part::Decode => setting.decode()?,
             Part::Many => setting.many()?,
+            Part::Page => setting.page()?,
         });
     }
     show(&rows);
@@ -139,7 +149,12 @@ impl Setting {
             &scratch.path().join("all.sock"),
             options.threads.unwrap_or_else(workspace::cores),
             &folder.join("tenants-executor.log"),
-            &["--config", &file.display().to_string()],
+            &[
+                &["--config", &file.display().to_string()],
+                &["--metrics", &format!("unix:{}", at("metrics.sock"))],
+                executor::inspected(),
+            ]
+            .concat(),
         )?;
         Ok(Setting {
             bin,
@@ -301,6 +316,79 @@ impl Setting {
             .ratio("all together", "one alone", true, None)
             .ratio("the slowest", "the fastest", true, None);
         Ok(vec![row])
+    }
+
+    /// The processor time of the page for browsers, beside guests that decode.
+    fn page(&self) -> Result<Vec<Row>> {
+        let names: Vec<String> = (0..MANY).map(|i| format!("guest{i}")).collect();
+        let guests = names.iter().map(|name| self.begin(name, Load::DecodeOn));
+        let guests = guests.collect::<Result<Vec<_>>>()?;
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        self.wait_for_graphs(&names)?;
+        let mut figures = [Vec::new(), Vec::new()];
+        for round in 1..=self.repeats {
+            for (figures, (is_open, who)) in
+                { figures.iter_mut() }.zip([(false, "nobody"), (true, "a browser")])
+            {
+                let progress = Progress::new(&format!("{who} looks at the page, round {round}"));
+                figures.push(100.0 * self.page_threads(is_open)?);
+                progress.done("");
+            }
+        }
+        for guest in guests {
+            guest.kill()?;
+        }
+        self.wait_until_gone()?;
+        let [closed, open] = figures.map(median);
+        let row = Row::new(
+            format!("the page for browsers, beside {MANY} guests"),
+            "% of a processor",
+        )
+        .figure("a browser looks at it", open)
+        .figure("nobody does", closed)
+        .at_most("a browser looks at it", 0.5);
+        Ok(vec![row])
+    }
+
+    /// The processor time of the threads that answer HTTP, as a part of the time that passes.
+    /// `is_open`: a browser asks for the page as often as the page does.
+    fn page_threads(&self, is_open: bool) -> Result<f64> {
+        let (start, before) = (Instant::now(), self.http_time()?);
+        while start.elapsed() < self.window {
+            if is_open {
+                let mut stream = UnixStream::connect(self.scratch.path().join("metrics.sock"))
+                    .context("connecting to the address of the metrics")?;
+                stream.write_all(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")?;
+                let mut page = String::new();
+                stream.read_to_string(&mut page).context("the page")?;
+                let is_whole = page.starts_with("HTTP/1.0 200") && page.contains("guest7");
+                ensure!(is_whole, "no page with all guests: {page:.200}");
+            }
+            thread::sleep(PAGE_PERIOD);
+        }
+        Ok((self.http_time()? - before).as_secs_f64() / start.elapsed().as_secs_f64())
+    }
+
+    /// The processor time of the threads that answer HTTP.
+    fn http_time(&self) -> Result<Duration> {
+        let tasks = format!("/proc/{}/task", self.executor.pid());
+        let mut nanos = 0;
+        for task in std::fs::read_dir(&tasks).with_context(|| format!("looking at {tasks}"))? {
+            let task = task.with_context(|| format!("looking at {tasks}"))?.path();
+            let read = |file| std::fs::read_to_string(task.join(file));
+            // A thread may have ended meanwhile.
+            let (Ok(name), Ok(times)) = (read("comm"), read("schedstat")) else {
+                continue;
+            };
+            if HTTP_THREADS.contains(&name.trim()) {
+                let time = times
+                    .split(' ')
+                    .next()
+                    .and_then(|time| time.parse::<u64>().ok());
+                nanos += time.context("no time of a thread")?;
+            }
+        }
+        Ok(Duration::from_nanos(nanos))
     }
 
     fn command(&self, guest: &str, load: Load) -> Command {
