@@ -6,6 +6,7 @@
 //! on the same cores as the engine. `cargo xtask bench weights --only eight` measures the host
 //! memory for shared weights.
 
+use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -353,7 +354,7 @@ impl Setting {
     /// The processor time of the threads that answer HTTP, as a part of the time that passes.
     /// `is_open`: a browser asks for the page as often as the page does.
     fn page_threads(&self, is_open: bool) -> Result<f64> {
-        let (start, before) = (Instant::now(), self.http_time()?);
+        let (start, before) = (Instant::now(), self.http_times()?);
         while start.elapsed() < self.window {
             if is_open {
                 let mut stream = UnixStream::connect(self.scratch.path().join("metrics.sock"))
@@ -366,13 +367,16 @@ impl Setting {
             }
             thread::sleep(PAGE_PERIOD);
         }
-        Ok((self.http_time()? - before).as_secs_f64() / start.elapsed().as_secs_f64())
+        // A thread that answers ends when there was nothing to do for 10 s.
+        let more = { self.http_times()?.into_iter() }
+            .map(|(thread, time)| time - before.get(&thread).copied().unwrap_or_default());
+        Ok(more.sum::<Duration>().as_secs_f64() / start.elapsed().as_secs_f64())
     }
 
-    /// The processor time of the threads that answer HTTP.
-    fn http_time(&self) -> Result<Duration> {
+    /// The processor time of each thread that answers HTTP.
+    fn http_times(&self) -> Result<BTreeMap<PathBuf, Duration>> {
         let tasks = format!("/proc/{}/task", self.executor.pid());
-        let mut nanos = 0;
+        let mut times_of_threads = BTreeMap::new();
         for task in std::fs::read_dir(&tasks).with_context(|| format!("looking at {tasks}"))? {
             let task = task.with_context(|| format!("looking at {tasks}"))?.path();
             let read = |file| std::fs::read_to_string(task.join(file));
@@ -385,10 +389,11 @@ impl Setting {
                     .split(' ')
                     .next()
                     .and_then(|time| time.parse::<u64>().ok());
-                nanos += time.context("no time of a thread")?;
+                let nanos = time.context("no time of a thread")?;
+                times_of_threads.insert(task, Duration::from_nanos(nanos));
             }
         }
-        Ok(Duration::from_nanos(nanos))
+        Ok(times_of_threads)
     }
 
     fn command(&self, guest: &str, load: Load) -> Command {
