@@ -19,7 +19,7 @@ use rustix::net::Shutdown;
 use rustix::time::{ClockId, clock_gettime};
 use tracing::warn;
 
-use debts::Debts;
+use debts::{Debts, OF_CONNECTIONS, OF_WORKERS};
 
 use crate::limits::HandshakeLimits;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
@@ -55,11 +55,14 @@ pub(crate) struct Handshakes {
     refusal_log: LogLimit,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct PendingTable {
     /// By the number of the connection, which grows in the order of arrival.
     pending: BTreeMap<u64, Pending>,
+    /// Of connections that have ended without a session, by origin.
     debts: Debts,
+    /// Of worker processes that have ended soon, by origin.
+    worker_debts: Debts,
     /// Connections that have ended without a session: the last [`MAX_FAILED`] that nobody has
     /// taken.
     failed: VecDeque<u64>,
@@ -88,6 +91,21 @@ enum Room {
 }
 
 impl PendingTable {
+    fn new() -> PendingTable {
+        PendingTable {
+            pending: BTreeMap::new(),
+            debts: Debts::new(OF_CONNECTIONS),
+            worker_debts: Debts::new(OF_WORKERS),
+            failed: VecDeque::new(),
+        }
+    }
+
+    /// How long a connection of this origin has to wait now. `None`: too long.
+    fn wait(&self, origin: &str, now: Instant) -> Option<Duration> {
+        let wait = self.debts.wait(origin, now)?;
+        Some(wait.max(self.worker_debts.wait(origin, now)?))
+    }
+
     fn live(&self) -> impl Iterator<Item = (&u64, &Pending)> {
         self.pending.iter().filter(|(_, one)| !one.is_cancelled)
     }
@@ -139,7 +157,7 @@ impl Handshakes {
     pub(crate) fn new(limits: HandshakeLimits) -> Arc<Handshakes> {
         Arc::new(Handshakes {
             limits,
-            state: RankedMutex::new(Rank::Handshakes, PendingTable::default()),
+            state: RankedMutex::new(Rank::Handshakes, PendingTable::new()),
             ended: Condvar::new(),
             log: LogLimit::new(1),
             refusal_log: LogLimit::new(1),
@@ -161,7 +179,7 @@ impl Handshakes {
     ) -> Option<PendingHandshake> {
         let now = Instant::now();
         let mut state = self.state();
-        let Some(wait) = state.debts.wait(origin, now) else {
+        let Some(wait) = state.wait(origin, now) else {
             state.debts.add(origin, ACCEPT_COST, now);
             state.record_failed(id);
             drop(state);
@@ -169,8 +187,9 @@ impl Handshakes {
                 warn!(
                     origin,
                     "a connection was closed at once, and {others} others since the last such \
-                     line: earlier ones of this origin have ended without a session, and have cost \
-                     more processor time than one origin may cause"
+                     line: earlier ones of this origin have ended without a session, or their \
+                     processes within 5 s, and have cost more processor time than one origin may \
+                     cause"
                 );
             }
             return None;
@@ -231,7 +250,14 @@ impl Handshakes {
     /// of the program that it was started for.
     pub(crate) fn worker_has_ended(&self, origin: &str, lived: Duration) {
         let cost = WORKER_COST.saturating_sub(lived / WORKER_TERM);
-        self.state().debts.add(origin, cost, Instant::now());
+        let now = Instant::now();
+        self.state().worker_debts.add(origin, cost, now);
+    }
+
+    /// What the worker processes of an origin have cost that have ended soon.
+    #[cfg(test)]
+    pub(crate) fn worker_debt(&self, origin: &str) -> Duration {
+        self.state().worker_debts.of(origin, Instant::now())
     }
 
     /// Closes the connections whose link is not open, and waits until no connection is left. The
@@ -324,11 +350,11 @@ impl PendingHandshake {
     }
 
     /// How long the connection still has to wait, because others of its origin have ended without a
-    /// session since it came. `None`: too long, the connection is to be closed.
+    /// session since it came, or their processes soon. `None`: too long, the connection is to be closed.
     pub(crate) fn owed(&self) -> Option<Duration> {
         let state = self.all.state();
         match state.pending.get(&self.id) {
-            Some(one) => state.debts.wait(&one.origin, Instant::now()),
+            Some(one) => state.wait(&one.origin, Instant::now()),
             None => Some(Duration::ZERO),
         }
     }
@@ -537,10 +563,14 @@ mod tests {
                 .worker_has_ended("a", WORKER_COST * WORKER_TERM);
         }
         assert!(is_now(&arrivals.arrive("a").0), "each has lived for 5 s");
-        for _ in 0..11 {
+        for _ in 0..104 {
             arrivals.handshakes.worker_has_ended("a", Duration::ZERO);
         }
-        assert!(!is_now(&arrivals.arrive("a").0), "550 ms");
+        assert!(!is_now(&arrivals.arrive("a").0), "5.2 s");
+        for _ in 0..10 {
+            arrivals.handshakes.worker_has_ended("a", Duration::ZERO);
+        }
+        assert!(arrivals.arrive("a").0.is_none(), "5.5 s");
         assert!(is_now(&arrivals.arrive("b").0));
     }
 

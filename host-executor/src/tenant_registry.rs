@@ -469,7 +469,7 @@ mod tests {
 
     #[test]
     fn unnamed_guest_that_comes_again_still_owes_what_it_has_worked() {
-        let (registry, scheduler) = (TenantRegistry::new([100]), Scheduler::default());
+        let (registry, scheduler) = (TenantRegistry::new([100]), Scheduler::new(true));
         let admit = |uid| {
             let debt = |tenant| scheduler.debt(tenant);
             let admitted = registry.admit(None, &user(uid), debt);

@@ -157,6 +157,8 @@ pub(super) struct Worker {
     pub(super) origin: Option<String>,
     /// Whether a program has got a session.
     pub(super) has_had_session: bool,
+    /// Whether the start of the process has been charged: to the first program, without a session.
+    pub(super) is_paid: bool,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
     /// The last report, and when it has come.
@@ -374,6 +376,7 @@ impl Worker {
             since: Instant::now(),
             origin: None,
             has_had_session: false,
+            is_paid: false,
             is_closing: false,
             report: None,
             dumps: BTreeMap::new(),
@@ -505,8 +508,7 @@ impl Processes {
 
     /// Whether a program of `guest` from `origin` has to wait, because enough programs of the guest
     /// there have been given to workers and have no session yet. A worker that has had no session
-    /// counts until its process has ended. So does any other, up to [`MAX_WORKER_HANDSHAKES`]: what
-    /// it has cost is known at its end.
+    /// counts until its process has ended.
     pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str) -> bool {
         // Another guest of the same origin has workers and a quota of its own.
         let own = self
@@ -516,11 +518,12 @@ impl Processes {
         let programs = own.clone().flat_map(|worker| worker.sessions.values());
         let pending = programs.filter(|program| program.pending.is_some());
         let pending = pending.filter(|p| p.peer.origin() == origin).count();
-        let of_origin = own.filter(|worker| worker.origin.as_deref() == Some(origin));
-        let ending = of_origin.filter(|worker| worker.sessions.is_empty());
-        let unproven = ending.clone().filter(|w| !w.has_had_session).count();
-        pending + unproven >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
-            || pending + ending.count() >= MAX_WORKER_HANDSHAKES
+        let is_ending = |worker: &&Worker| {
+            let is_of_origin = worker.origin.as_deref() == Some(origin);
+            worker.sessions.is_empty() && !worker.has_had_session && is_of_origin
+        };
+        let ending = own.filter(is_ending).count();
+        pending + ending >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
     }
 
     /// How many programs can be served at once, of all guests like this one.

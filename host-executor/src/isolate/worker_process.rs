@@ -206,6 +206,8 @@ fn on_report(shared: &SupervisorState, id: u64, report: WorkerReport) {
             if let Some(pending) = program.pending.take() {
                 pending.session_begins();
             }
+        } else if is_over && program.number == 1 {
+            worker.is_paid = true;
         }
         is_there || !is_over
     });
@@ -222,7 +224,8 @@ fn remove(shared: &SupervisorState, id: u64, log: impl Fn(u64, &Peer)) {
     let mut processes = shared.processes();
     if let Some(worker) = processes.workers.remove(&id) {
         // Without a session, the end of the handshake has charged the origin.
-        if let (true, Some(origin)) = (worker.has_had_session, &worker.origin) {
+        let is_due = worker.has_had_session && !worker.is_paid;
+        if let (true, Some(origin)) = (is_due, &worker.origin) {
             let lived = worker.since.elapsed();
             shared.handshakes.worker_has_ended(origin, lived);
         }

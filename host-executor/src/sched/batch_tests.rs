@@ -582,7 +582,7 @@ impl Plan for Leaves {
 /// A session that is alone enqueues a copy behind its graph, and waits once for both.
 #[test]
 fn plan_that_has_the_device_alone_is_left_in_flight() {
-    let scheduler = Arc::new(Scheduler::default());
+    let scheduler = Arc::new(Scheduler::new(true));
     let engine = BatchEngine::new();
     let is_in_flight = Arc::new(AtomicBool::new(false));
     for _ in 0..3 {

@@ -79,7 +79,10 @@ pub(crate) struct Queue {
     tenants: BTreeMap<TenantId, TenantQueue>,
     /// Virtual time of the system: that of the tenant that got the last turn. Never decreases.
     now: u128,
-    /// The tenant that got the last turn.
+    /// Whether turns begin with cold caches of the processor, so that tenants keep their turns
+    /// through short pauses.
+    has_caches: bool,
+    /// The tenant that got the last turn, and may keep it.
     last: Option<TenantId>,
 }
 
@@ -211,6 +214,14 @@ impl TenantQueue {
 }
 
 impl Queue {
+    /// A queue without graphs. `has_caches`: the device computes with caches of the processor.
+    pub(crate) fn new(has_caches: bool) -> Queue {
+        Queue {
+            has_caches,
+            ..Queue::default()
+        }
+    }
+
     /// Adds a graph that has had no turn yet, at the time `at`.
     pub(crate) fn enter(
         &mut self,
@@ -225,7 +236,8 @@ impl Queue {
         self.end_holds(at);
         let now = self.now;
         let state = self.tenant(tenant, entitlement, at);
-        if state.is_idle() {
+        let has_come = state.is_idle();
+        if has_come {
             state.is_kept = was_held;
             let pause = at.checked_sub(state.idle_since);
             state.pause = pause.filter(|&pause| pause <= MAX_PAUSE);
@@ -234,6 +246,11 @@ impl Queue {
         }
         let started = false;
         state.waiting.push_back(Waiting { ticket, started });
+        // One that comes in a pause of the tenant that keeps its turn does not wait for it.
+        let pauses = |last: &TenantId| self.tenants.get(last).is_none_or(TenantQueue::is_idle);
+        if has_come && self.last != Some(tenant) {
+            self.last = self.last.filter(|last| !pauses(last));
+        }
     }
 
     /// The state of a tenant, which may be new.
@@ -307,11 +324,12 @@ impl Queue {
 
     fn choose(&mut self, at: Duration) -> Option<Next> {
         let first = self.first()?;
+        let time = self.tenants.get(&first)?.time;
         let tenant = self.continued(first).unwrap_or(first);
         let state = self.tenants.get(&tenant)?;
-        let (place, time) = (state.next()?, state.time);
+        let place = state.next()?;
         let ticket = state.waiting.get(place)?.ticket;
-        let (slice, last) = (self.slice(1), self.last);
+        let (slice, last) = (self.slice(1), self.last.filter(|_| self.has_caches));
         let mut until = None;
         for (&id, other) in &mut self.tenants {
             let end = other.hold(at, time);
@@ -395,11 +413,12 @@ impl Queue {
         others_wait: bool,
     ) -> bool {
         let begins = self.tenants.get(&holder).map_or(0, |state| state.time);
+        let slice = self.slice(0);
         let Some(state) = self.tenants.get_mut(&tenant) else {
             return false;
         };
         let ahead = state.real_time(state.time.saturating_sub(begins));
-        if others_wait && ahead > SLICE {
+        if others_wait && ahead > slice {
             return false;
         }
         let place = state.waiting.iter().position(|w| w.ticket == ticket);
@@ -411,7 +430,12 @@ impl Queue {
             return false;
         }
         state.waiting.remove(place);
-        state.started += usize::from(!started);
+        if !started {
+            state.started += 1;
+            state.began = state.time;
+        }
+        // The programs of a batch return one after the other: the turn is not kept for the first.
+        self.last = None;
         true
     }
 

@@ -31,12 +31,18 @@ pub(crate) struct Scheduler {
     pub(super) turn: Turn,
 }
 
-impl Default for Scheduler {
-    fn default() -> Scheduler {
+impl Scheduler {
+    /// A scheduler whose device is idle. `has_caches`: the device computes with caches of the
+    /// processor, which a turn of another guest fills.
+    pub(crate) fn new(has_caches: bool) -> Scheduler {
         let of_machine = thread::available_parallelism().map_or(1, usize::from);
+        let state = DeviceState {
+            queue: Queue::new(has_caches),
+            ..DeviceState::default()
+        };
         Scheduler {
             processors: u32::try_from(of_machine / PROCESSORS).map_or(1, |granted| granted.max(1)),
-            state: RankedMutex::new(Rank::Scheduler, DeviceState::default()),
+            state: RankedMutex::new(Rank::Scheduler, state),
             turn: Turn::default(),
         }
     }

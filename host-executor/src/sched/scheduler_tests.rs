@@ -59,7 +59,7 @@ fn run(
 
 #[test]
 fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
-    let scheduler = Arc::new(Scheduler::default());
+    let scheduler = Arc::new(Scheduler::new(true));
     let device = AtomicBool::new(false);
     let entitlement = Entitlement {
         weight: 1,
@@ -91,7 +91,7 @@ fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
 
 #[test]
 fn plans_of_many_threads_alternate_and_all_complete() {
-    let scheduler = Arc::new(Scheduler::default());
+    let scheduler = Arc::new(Scheduler::new(true));
     let device = AtomicBool::new(false);
     let (graphs, turns) = (AtomicU64::new(0), AtomicU64::new(0));
     thread::scope(|scope| {
@@ -154,7 +154,7 @@ impl Plan for Launches<'_> {
 
 #[test]
 fn next_turn_waits_for_graphs_in_flight() {
-    let scheduler = Arc::new(Scheduler::default());
+    let scheduler = Arc::new(Scheduler::new(true));
     let device = AtomicBool::new(false);
     let entitlement = Entitlement {
         weight: 1,
@@ -194,7 +194,7 @@ fn next_turn_waits_for_graphs_in_flight() {
 
 #[test]
 fn panicking_plan_releases_the_device() {
-    let scheduler = Arc::new(Scheduler::default());
+    let scheduler = Arc::new(Scheduler::new(true));
     let device = AtomicBool::new(false);
     let entitlement = Entitlement {
         weight: 1,
@@ -224,7 +224,7 @@ fn panicking_plan_releases_the_device() {
 
 #[test]
 fn single_plan_takes_one_turn() {
-    let scheduler = Arc::new(Scheduler::default());
+    let scheduler = Arc::new(Scheduler::new(true));
     let device = AtomicBool::new(false);
     let entitlement = Entitlement {
         weight: 1,
@@ -278,7 +278,7 @@ fn start<'scope>(
 #[test]
 fn time_during_which_others_arrive_is_charged_once() {
     const RAN: Duration = Duration::from_millis(300);
-    let scheduler = &Arc::new(Scheduler::default());
+    let scheduler = &Arc::new(Scheduler::new(true));
     let before = scheduler.turn.now();
     thread::scope(|scope| {
         let (begins, end) = start(scope, scheduler, 1);
@@ -301,7 +301,7 @@ fn time_during_which_others_arrive_is_charged_once() {
 /// runs in the end. Returns whether the device was held for the first guest. The device is not held
 /// if the thread of that guest was so late that nobody expects the guest back.
 fn second_graph_runs_after_a_hold() -> bool {
-    let scheduler = &Arc::new(Scheduler::default());
+    let scheduler = &Arc::new(Scheduler::new(true));
     thread::scope(|scope| {
         let (begins, end) = start(scope, scheduler, 1);
         begins.recv().expect("it begins");

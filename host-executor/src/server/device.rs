@@ -42,9 +42,10 @@ impl DeviceState {
     /// No thread can be started.
     pub(super) fn new(engine: Arc<dyn Engine>, limits: Limits) -> io::Result<DeviceState> {
         let monitor = EngineMonitor::start(Arc::clone(&engine))?;
+        let scheduler = Arc::new(Scheduler::new(engine.is_host_memory()));
         Ok(DeviceState {
             engine,
-            scheduler: Arc::default(),
+            scheduler,
             limits,
             gpu: OnceLock::new(),
             weights: OnceLock::new(),

@@ -182,6 +182,24 @@ fn half_open_programs_of_a_guest_keep_out_no_other_guest_of_the_same_user() {
 }
 
 #[test]
+fn processes_that_end_soon_are_charged_to_their_origin() {
+    let mut test = Supervised::new(SOON, &["honest"]);
+    let origin = format!("uid:{}", rustix::process::getuid().as_raw());
+    let debt = |test: &Supervised| test.shared().handshakes.worker_debt(&origin);
+    let guest = served(&test.path("a"));
+    eventually("it runs", || test.processes("a") == 1);
+    assert_eq!(debt(&test), Duration::ZERO);
+    drop(guest);
+    eventually("its process has ended", || test.processes("a") == 0);
+    let cost = debt(&test);
+    assert!(
+        !cost.is_zero() && cost <= Duration::from_millis(50),
+        "{cost:?}"
+    );
+    test.shutdown();
+}
+
+#[test]
 fn guest_gets_no_further_memory_while_its_workers_do_not_end() {
     let mut test = Supervised::new(Duration::from_secs(3), &["ended"; 8]);
     let mut programs = Vec::new();

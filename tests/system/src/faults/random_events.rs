@@ -250,13 +250,13 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
 
 /// The medians of that many parts of a list, in order.
 fn medians(all: &[i64], parts: usize) -> Vec<i64> {
-    let parts = all.chunks(all.len().div_ceil(parts).max(1));
-    let median = |part: &[i64]| {
-        let mut part = part.to_vec();
+    let part = |i: usize| i * all.len() / parts;
+    let median = |i: usize| {
+        let mut part = all[part(i)..part(i + 1)].to_vec();
         part.sort_unstable();
-        part[part.len() / 2]
+        part.get(part.len() / 2).copied()
     };
-    parts.map(median).collect()
+    (0..parts).filter_map(median).collect()
 }
 
 impl<'a> Soak<'a> {
