@@ -20,6 +20,9 @@ pub struct Work {
     pub steps: u64,
     /// Bytes of the operands, each as often as the shape of its tensor visits it.
     pub bytes: u64,
+    /// Steps that follow each other, however many threads there are: for a token of a recurrence,
+    /// those over its row of a state, many elements at once.
+    pub in_order: u64,
     /// The products or steps of the largest part that some engine does not divide.
     pub part: u64,
     /// What that part is.
@@ -71,6 +74,8 @@ pub struct Speed {
     pub steps: f64,
     /// [`Work::bytes`] per second.
     pub bytes: f64,
+    /// [`Work::in_order`] per second. A device that waits for no step has infinitely many.
+    pub in_order: f64,
 }
 
 impl Default for Speed {
@@ -80,6 +85,7 @@ impl Default for Speed {
             products: 5e8,
             steps: 2.5e8,
             bytes: 4e9,
+            in_order: f64::INFINITY,
         }
     }
 }
@@ -91,7 +97,7 @@ impl Speed {
         Speed {
             products: self.products * count as f64,
             steps: self.steps * count as f64,
-            bytes: self.bytes,
+            ..self
         }
     }
 
@@ -102,6 +108,7 @@ impl Speed {
             products: self.products.min(other.products),
             steps: self.steps.min(other.steps),
             bytes: self.bytes.min(other.bytes),
+            in_order: self.in_order.min(other.in_order),
         }
     }
 }
@@ -112,6 +119,7 @@ impl Work {
         let seconds = self.products as f64 / speed.products
             + self.steps as f64 / speed.steps
             + self.bytes as f64 / speed.bytes;
+        let seconds = seconds.max(self.in_order as f64 / speed.in_order);
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
@@ -122,6 +130,7 @@ impl Work {
             products: self.products.saturating_add(other.products),
             steps: self.steps.saturating_add(other.steps),
             bytes: self.bytes.saturating_add(other.bytes),
+            in_order: self.in_order.saturating_add(other.in_order),
             ..if self.part < other.part { other } else { self }
         }
     }
@@ -133,12 +142,13 @@ impl Work {
 pub enum TooMuchWork {
     #[error(
         "node {node} ({op}) would take {estimate:.1?} by estimate, the limit is {limit:?}: {} \
-         multiply-adds, {} steps, {} bytes", work.products, work.steps, work.bytes
+         multiply-adds, {} steps, {} bytes, {} steps one after the other", work.products,
+         work.steps, work.bytes, work.in_order
     )]
     Time {
         node: usize,
         op: &'static str,
-        work: Work,
+        work: Box<Work>,
         estimate: Duration,
         limit: Duration,
     },
@@ -209,7 +219,7 @@ pub fn check_nodes(
             return Err(TooMuchWork::Time {
                 node: at,
                 op,
-                work,
+                work: Box::new(work),
                 estimate,
                 limit,
             });
@@ -252,9 +262,33 @@ pub fn of(graph: &Graph, node: &Node) -> Work {
         products,
         steps,
         bytes,
+        in_order: in_order(graph, node),
         part,
         part_kind: loops.part_kind,
     }
+}
+
+/// Elements of a row of a state, or of a solved row, that a step of [`Work::in_order`] has.
+const ROW_STEP: u64 = 32;
+const SOLVED_STEP: u64 = 8;
+
+/// [`Work::in_order`]: 0 where the results do not depend on each other.
+fn in_order(graph: &Graph, node: &Node) -> u64 {
+    let ne = |i: usize| graph.src(node, i).map_or([0; 4], |src| src.shape.ne);
+    // The tokens of a sequence, and the elements of a row of its state.
+    let (tokens, row) = match node.op {
+        Op::SsmScan { .. } => (ne(1)[2], ne(0)[0]),
+        Op::RwkvWkv6 {} => (ne(0)[2] / ne(5)[1].max(1), ne(0)[0]),
+        Op::RwkvWkv7 {} => (ne(0)[2] / ne(6)[1].max(1), ne(0)[0]),
+        Op::GatedLinearAttn { .. } => (ne(0)[2] / ne(4)[1].max(1), ne(0)[0]),
+        Op::GatedDeltaNet { .. } => (ne(2)[2], ne(2)[0]),
+        // A row is a sum over the rows before it: on average half of all.
+        Op::SolveTri {} => return times(&[ne(0)[0], ne(0)[1]]).div_ceil(2 * SOLVED_STEP),
+        // Rows with the same id are added in order.
+        Op::GetRowsBack {} => return ne(1)[0],
+        _ => return 0,
+    };
+    times(&[tokens, row.div_ceil(ROW_STEP)])
 }
 
 /// What an access to the next element of a row takes, in steps. Elements in different cache lines

@@ -216,6 +216,49 @@ fn a_part_that_cannot_be_divided_has_a_limit() {
 }
 
 #[test]
+fn steps_that_follow_each_other_take_time_on_a_fast_device() {
+    // A GPU, which needs 2 µs for a step.
+    let gpu = Speed {
+        products: 1e12,
+        steps: 1e12,
+        bytes: 1e12,
+        in_order: 5e5,
+    };
+    let scan = |tokens: u64, heads: u64, state: u64| {
+        let (x, b) = ([1, heads, tokens, 1], f32([state, 1, tokens, 1]));
+        let src = [
+            f32([state, 1, heads, 1]),
+            f32(x),
+            f32([heads, tokens, 1, 1]),
+            f32([1, heads, 1, 1]),
+            b,
+            b,
+            typed(Type::I32, [1; 4]),
+        ];
+        let results = heads * (tokens + state);
+        let dst = f32([results, 1, 1, 1]);
+        estimate(Op::SsmScan { snapshots: 1 }, dst, &src).time(&gpu)
+    };
+    // The rows of a state are computed at once, its tokens one after the other.
+    let time = scan(1000, 4, 32);
+    assert_eq!(time, Duration::from_millis(2));
+    assert_eq!(scan(1000, 64, 32), time);
+    assert_eq!(scan(4000, 4, 32), 4 * time);
+    assert_eq!(scan(1000, 4, 128), 4 * time);
+    let solve = |n: u64, columns: u64| {
+        let [a, b] = [[n, n, 1, 1], [columns, n, 1, 1]].map(f32);
+        estimate(Op::SolveTri {}, b, &[a, b]).time(&gpu)
+    };
+    assert_eq!(solve(64, 64), solve(64, 1));
+    assert_eq!(solve(1000, 1), Duration::from_millis(125));
+    // Other operators have no such steps, and the CPU engine does not wait for them.
+    let rows = f32([1000, 1000, 1, 1]);
+    let work = estimate(usual_op(OpKind::MulMat), rows, &[rows, rows]);
+    assert_eq!(work.in_order, 0);
+    assert_eq!(Speed::default().in_order, f64::INFINITY);
+}
+
+#[test]
 fn the_largest_products_of_models_are_within_the_default_limit() {
     let dense = |k: u64, rows: u64, columns: u64| {
         let weights = typed(Type::Q4_0, [k, rows, 1, 1]);

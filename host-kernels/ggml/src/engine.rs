@@ -28,6 +28,7 @@ const SPEED: Speed = Speed {
     products: 2e10,
     steps: 2e9,
     bytes: 8e9,
+    in_order: 5e5,
 };
 
 /// Runs graphs on a device of a backend of ggml. Nodes that the device lacks run on `fallback`.
