@@ -109,13 +109,19 @@ impl Builder {
         });
     }
 
-    /// The same graph with its nodes divided into `count` parts, where that is possible.
+    /// The same graph with its nodes divided into `count` parts, where that is possible without
+    /// shares.
     #[cfg(test)]
     pub(super) fn divided(&self, count: u64) -> Builder {
         let mut arrangement = vgpu_engine::fuse::Arrangement::plain(&self.graph);
         let parents = arrangement.divide(|_, _| count, usize::MAX);
         let parents = parents.expect("no limit");
-        let graph = arrangement.graph;
+        let first: Vec<bool> = (0..arrangement.graph.nodes.len())
+            .map(|at| arrangement.share(at).at == 0)
+            .collect();
+        let mut graph = arrangement.graph;
+        let mut is_first = first.iter();
+        graph.nodes.retain(|_| is_first.next() == Some(&true));
         assert_eq!(
             self.graph.tensors.len() + parents.len(),
             graph.tensors.len()
@@ -124,6 +130,20 @@ impl Builder {
             graph,
             bytes: self.bytes.clone(),
         }
+    }
+
+    /// How long the first node takes on an engine by estimate.
+    #[cfg(test)]
+    pub(super) fn estimate(&self, engine: &dyn Engine) -> std::time::Duration {
+        let node = &self.graph.nodes[0];
+        let speed = engine.speed_of(&self.graph, node);
+        vgpu_engine::work::of(&self.graph, node).time(&speed)
+    }
+
+    /// Bytes of the tensors.
+    #[cfg(test)]
+    pub(super) fn size(&self) -> usize {
+        self.bytes.len()
     }
 
     /// The number of nodes.

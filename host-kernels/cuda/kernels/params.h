@@ -625,6 +625,12 @@ struct VgRelPosParams {
     struct VgView dst, a, w, h;
 };
 
+/* The tokens of each sequence, or the rows, that a launch computes. Earlier launches have computed
+ * those before `begin`. */
+struct VgRange {
+    long long begin, end;
+};
+
 /* vg_ssm_conv */
 struct VgSsmConvParams {
     struct VgView dst, x, kernel;
@@ -635,11 +641,13 @@ struct VgSsmScanParams {
     struct VgView dst, s, x, dt, a, b, c, ids;
     struct VgFaultSite site;
     long long snapshots;
+    struct VgRange tokens;
 };
 
 /* vg_linear_attention: RWKV6 (with bonus) and gated linear attention. Sources are contiguous. */
 struct VgLinearAttentionParams {
     struct VgView dst, k, v, r, bonus, decay, state;
+    struct VgRange tokens;
     float scale;
     unsigned reserved;
 };
@@ -647,17 +655,20 @@ struct VgLinearAttentionParams {
 /* vg_wkv7: sources are contiguous. */
 struct VgWkv7Params {
     struct VgView dst, r, w, k, v, a, b, state;
+    struct VgRange tokens;
 };
 
 /* vg_delta_net */
 struct VgDeltaNetParams {
     struct VgView dst, q, k, v, gate, beta, state;
     long long snapshots;
+    struct VgRange tokens;
 };
 
-/* vg_solve_tri: a * dst = b, a is lower triangular */
+/* vg_solve_tri: a * dst = b, a is lower triangular. Rows before `rows` are solved. */
 struct VgSolveTriParams {
     struct VgView dst, a, b;
+    struct VgRange rows;
 };
 
 /* vg_hc_comb: [to][from] of four streams, from mixes, scale and base. */

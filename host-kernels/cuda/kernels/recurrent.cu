@@ -1,6 +1,7 @@
 // SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI:
 // sequential over tokens (or rows). Rows or columns of a state are independent: a warp or a thread
-// keeps one in registers through all tokens.
+// keeps one in registers through all tokens of the launch. A launch that does not begin with the
+// first token goes on from the state in the destination, which the launch before it has stored.
 #include "device.cuh"
 
 namespace {
@@ -91,12 +92,13 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
             return;
         }
         float* state = floats(p.dst) + states + r * n;
-        const float* before = floats(p.s) + ((id * heads + head) * dim + d) * n;
+        const float* before =
+            p.tokens.begin ? state : floats(p.s) + ((id * heads + head) * dim + d) * n;
         row.memory = state;
         row.for_each([&](float& x, int i) { x = before[i]; });
         const float* a = floats(p.a) + head * p.a.ne[0];
         i64 group = head / (heads / p.b.ne[1]);
-        for (i64 t = 0; t < tokens; t++) {
+        for (i64 t = p.tokens.begin; t < p.tokens.end; t++) {
             i64 token = sequence * tokens + t;
             float dt = floats(p.dt)[token * heads + head];
             dt = dt > 20.0f ? dt : log1pf(expf(dt));
@@ -117,6 +119,9 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
                 row.store_row(state + slot * snapshot);
             }
         }
+        if (p.tokens.end < tokens) {
+            row.store_row(state);
+        }
     });
 }
 
@@ -135,15 +140,15 @@ KERNEL(vg_linear_attention, VgLinearAttentionParams, 128) {
     for (i64 e = thread_index(); e < size * heads * sequences; e += thread_count()) {
         i64 j = e % size, head = e / size % heads, sequence = e / (size * heads);
         i64 at = (sequence * heads + head) * size * size;
-        const float* before = floats(p.state) + at;
         float* after = floats(p.dst) + size * heads * p.k.ne[2] + at;
+        const float* before = p.tokens.begin ? after : floats(p.state) + at;
         for (i64 first = 0; first < size; first += COLUMN) {
             float state[COLUMN];
             UNROLL
             for (int i = 0; i < COLUMN; i++) {
                 state[i] = first + i < size ? before[(first + i) * size + j] : 0.0f;
             }
-            for (i64 t = 0; t < tokens; t++) {
+            for (i64 t = p.tokens.begin; t < p.tokens.end; t++) {
                 i64 vector = ((sequence * tokens + t) * heads + head) * size, from = vector + first;
                 float v = floats(p.v)[vector + j], sum = 0.0f;
                 UNROLL
@@ -177,10 +182,10 @@ KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
         tokens = p.r.ne[2] / sequences;
     for_each_state_row(size * heads * sequences, size, [&](auto& row, i64 index) {
         i64 i = index % size, head = index / size % heads, sequence = index / (size * heads);
-        const float* before = floats(p.state) + index * size;
         row.memory = floats(p.dst) + size * heads * p.r.ne[2] + index * size;
+        const float* before = p.tokens.begin ? row.memory : floats(p.state) + index * size;
         row.for_each([&](float& x, int j) { x = before[j]; });
-        for (i64 t = 0; t < tokens; t++) {
+        for (i64 t = p.tokens.begin; t < p.tokens.end; t++) {
             i64 vector = ((sequence * tokens + t) * heads + head) * size;
             const float *r = floats(p.r) + vector, *w = floats(p.w) + vector,
                         *k = floats(p.k) + vector;
@@ -207,14 +212,14 @@ KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
     float scale = 1.0f / sqrtf(static_cast<float>(size));
     for_each_state_row(size * heads * sequences, size, [&](auto& row, i64 index) {
         i64 j = index % size, head = index / size % heads, sequence = index / (size * heads);
-        const float* before = floats(p.state) + index * size;
         float* after = floats(p.dst) + size * heads * tokens * sequences + index * size;
+        const float* before = p.tokens.begin ? after : floats(p.state) + index * size;
         row.memory = after;
         row.for_each([&](float& x, int i) { x = before[i]; });
         auto shared = [&](const View& v, i64 t) {
             return vector_at(v, head % v.ne[1], t, sequence / (sequences / v.ne[3]));
         };
-        for (i64 t = 0; t < tokens; t++) {
+        for (i64 t = p.tokens.begin; t < p.tokens.end; t++) {
             const float *q = shared(p.q, t), *k = shared(p.k, t),
                         *gate = vector_at(p.gate, head, t, sequence);
             float beta = *vector_at(p.beta, head, t, sequence), known = 0.0f, sum = 0.0f;
@@ -248,7 +253,7 @@ KERNEL(vg_solve_tri, VgSolveTriParams, 256) {
         auto at = [&](const View& v, i64 i0, i64 i1) {
             return reinterpret_cast<float*>(address(v, Index{{i0, i1, i2, i3}}));
         };
-        for (i64 i = 0; i < p.a.ne[1]; i++) {
+        for (i64 i = p.rows.begin; i < p.rows.end; i++) {
             float sum = *at(p.b, j, i);
             for (i64 t = 0; t < i; t++) {
                 sum -= *at(p.a, t, i) * *at(p.dst, j, t);

@@ -20,6 +20,7 @@ use crate::params::{
 use crate::source::SM_90A;
 use crate::written::WrittenRanges;
 use vgpu_engine::EngineError;
+use vgpu_engine::fuse::Share;
 
 /// The builder of the launches of a node, or of a group of nodes.
 pub(crate) struct Builder<'a> {
@@ -41,6 +42,8 @@ pub(crate) struct Builder<'a> {
     written: Option<&'a WrittenRanges>,
     /// The kernel that was asked for and may not be used.
     missing: Cell<Option<&'static str>>,
+    /// The share of the node that the launches compute.
+    share: Share,
 }
 
 impl<'a> Builder<'a> {
@@ -67,6 +70,7 @@ impl<'a> Builder<'a> {
             refused: Vec::new(),
             written: None,
             missing: Cell::new(None),
+            share: Share::WHOLE,
         }
     }
 
@@ -88,6 +92,23 @@ impl Builder<'_> {
     /// Sets the node number that faults and errors name: the number in the guest's graph.
     pub(crate) fn set_label(&mut self, node: usize) {
         self.index = node;
+    }
+
+    /// Sets the share of the node that the launches compute, instead of all of it. Only operators
+    /// that ask for [`share_of`](Builder::share_of) have shares.
+    pub(crate) fn set_share(&mut self, share: Share) {
+        self.share = share;
+    }
+
+    /// The share of `0..n` that the launches compute. Empty: there is nothing to launch.
+    pub(crate) fn share_of(&self, n: i64) -> Range<i64> {
+        let share = self.share.range(n as u64);
+        share.start as i64..share.end as i64
+    }
+
+    /// Whether no launches of the node come before these.
+    pub(crate) fn is_first_share(&self) -> bool {
+        self.share.at == 0
     }
 
     /// Bytes of scratch memory that the launches use, those of other nodes before them included.

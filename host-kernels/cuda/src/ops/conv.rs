@@ -4,6 +4,8 @@
 //! Kernels process three-dimensional images. Images of one or two dimensions have a length of 1 in
 //! the others.
 
+use std::ops::Range;
+
 use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule};
 
 use crate::launch::builder::Builder;
@@ -48,7 +50,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 results: dst.ne[2],
                 images: dst.ne[3],
             };
-            convolution(b, &params)
+            convolution(b, params)
         }
         Op::Conv3d { c, n, oc, .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
@@ -61,7 +63,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 results: oc.into(),
                 images: n.into(),
             };
-            convolution(b, &params)
+            convolution(b, params)
         }
         Op::Conv2dDw { .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
@@ -92,7 +94,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             let (kernel, image) = (b.src(0), b.src(1));
             let geometry = ConvGeometry::<2>::of(op)?;
             let params = patches(dst, kernel, image, geometry, is_2d);
-            b.for_each("vg_im2col", dst.elements(), &params)
+            im2col(b, params)
         }
         Op::Im2col3d { ic, .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
@@ -106,7 +108,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 images,
                 depth: dst.ne[3].checked_div(images).unwrap_or(1).max(1),
             };
-            b.for_each("vg_im2col", dst.elements(), &params)
+            im2col(b, params)
         }
         Op::Im2colBack { is_2d, .. } => {
             let (gradient, kernel) = (b.src(0), b.src(1));
@@ -218,12 +220,49 @@ fn patches(
     }
 }
 
+/// The share of the positions along the dimension with the most of them, and that dimension. In
+/// the padding of a share lie the positions before it.
+fn share_of_positions(
+    b: &Builder<'_>,
+    ne: &[i64],
+    geometry: &mut VgConvGeometry,
+) -> (usize, Range<i64>) {
+    let dim = (0..ne.len()).max_by_key(|&dim| ne[dim]).unwrap_or(0);
+    let share = b.share_of(ne[dim]);
+    geometry.padding[dim] -= share.start * geometry.stride[dim];
+    (dim, share)
+}
+
+/// Adds the launch of IM2COL or IM2COL_3D.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
+fn im2col(b: &mut Builder<'_>, mut params: VgIm2colParams) -> Result<(), EngineError> {
+    // Dimension 3 of patches has the positions of all images.
+    let dims = if params.images == 1 { 3 } else { 2 };
+    let ne = params.patches.ne;
+    let (dim, share) = share_of_positions(b, &ne[1..=dims], &mut params.geometry);
+    if share.is_empty() {
+        return Ok(());
+    }
+    params.patches.data += (share.start * params.patches.nb[1 + dim]) as u64;
+    params.patches.ne[1 + dim] = share.end - share.start;
+    b.for_each("vg_im2col", params.patches.elements(), &params)
+}
+
 /// Adds the launch of CONV_2D or CONV_3D.
 ///
 /// # Errors
 /// [`EngineError::Unsupported`] if there are more output channels than a grid has blocks for;
 /// [`EngineError::Device`] if the device lacks a kernel.
-fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineError> {
+fn convolution(b: &mut Builder<'_>, mut params: VgConvParams) -> Result<(), EngineError> {
+    let ne = params.dst.ne;
+    let (dim, share) = share_of_positions(b, &ne, &mut params.geometry);
+    if share.is_empty() {
+        return Ok(());
+    }
+    params.dst.data += (share.start * params.dst.nb[dim]) as u64;
+    params.dst.ne[dim] = share.end - share.start;
     let positions = params.dst.ne.iter().product();
     let grid = [
         div_ceil(positions, TILE[0]),
@@ -234,7 +273,7 @@ fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineE
         let results = params.results;
         return Err(b.unsupported(format!("a convolution with {results} output channels")));
     }
-    b.launch_over("vg_conv", grid, 256, 0, params)
+    b.launch_over("vg_conv", grid, 256, 0, &params)
 }
 
 /// Adds the launch of CONV_TRANSPOSE_1D or CONV_TRANSPOSE_2D.

@@ -47,9 +47,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 ids: b.src(6),
                 site: b.fault_site(),
                 snapshots: snapshots.into(),
+                tokens: share(b, b.src(1).ne[2]),
             };
             let rows = params.x.ne[0] * params.x.ne[1] * params.x.ne[3];
-            for_rows_of_states(b, "vg_ssm_scan", rows, &params)
+            for_rows_of_states(b, "vg_ssm_scan", rows, params.tokens, &params)
         }
         Op::RwkvWkv6 {} => {
             let params = VgLinearAttentionParams {
@@ -60,6 +61,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 bonus: b.src(3),
                 decay: b.src(4),
                 state: b.src(5),
+                tokens: share_of_sequences(b, 5),
                 scale: 1.0,
                 reserved: 0,
             };
@@ -74,6 +76,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 bonus: VgView::default(),
                 decay: b.src(3),
                 state: b.src(4),
+                tokens: share_of_sequences(b, 4),
                 scale,
                 reserved: 0,
             };
@@ -89,9 +92,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 a: b.src(4),
                 b: b.src(5),
                 state: b.src(6),
+                tokens: share_of_sequences(b, 6),
             };
             let rows = params.r.ne[0] * params.r.ne[1] * params.state.ne[1];
-            for_rows_of_states(b, "vg_wkv7", rows, &params)
+            for_rows_of_states(b, "vg_wkv7", rows, params.tokens, &params)
         }
         Op::GatedDeltaNet { snapshots } => {
             let params = VgDeltaNetParams {
@@ -103,16 +107,21 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 beta: b.src(4),
                 state: b.src(5),
                 snapshots: snapshots.into(),
+                tokens: share(b, b.src(2).ne[2]),
             };
             let rows = params.v.ne[0] * params.v.ne[1] * params.v.ne[3];
-            for_rows_of_states(b, "vg_delta_net", rows, &params)
+            for_rows_of_states(b, "vg_delta_net", rows, params.tokens, &params)
         }
         Op::SolveTri {} => {
             let params = VgSolveTriParams {
                 dst,
                 a: b.src(0),
                 b: b.src(1),
+                rows: share(b, dst.ne[1]),
             };
+            if params.rows.is_left_out(b) {
+                return Some(Ok(()));
+            }
             let columns = dst.ne[0] * dst.ne[2] * dst.ne[3];
             b.for_each("vg_solve_tri", columns, &params)
         }
@@ -120,7 +129,31 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
-/// Adds a launch with one warp for each of `rows`.
+/// The share of `n` tokens of each sequence, or of `n` rows, that the launches compute.
+fn share(b: &Builder<'_>, n: i64) -> VgRange {
+    let share = b.share_of(n);
+    VgRange {
+        begin: share.start,
+        end: share.end,
+    }
+}
+
+/// The same of the tokens of linear attention, whose sequences follow each other in dimension 2 of
+/// the sources. Source `state` has the states.
+fn share_of_sequences(b: &Builder<'_>, state: usize) -> VgRange {
+    let sequences = b.src(state).ne[1].max(1);
+    share(b, b.src(0).ne[2] / sequences)
+}
+
+impl VgRange {
+    /// Whether an earlier or a later launch does all of a divided node. Without tokens, the first
+    /// launch copies the states.
+    fn is_left_out(self, b: &Builder<'_>) -> bool {
+        self.begin == self.end && !b.is_first_share()
+    }
+}
+
+/// Adds a launch with one warp for each of `rows`, unless there are no `tokens` for it.
 ///
 /// # Errors
 /// [`EngineError::Device`] if the device lacks a kernel.
@@ -128,8 +161,12 @@ fn for_rows_of_states(
     b: &mut Builder<'_>,
     kernel: &'static str,
     rows: i64,
+    tokens: VgRange,
     params: &impl Params,
 ) -> Result<(), EngineError> {
+    if tokens.is_left_out(b) {
+        return Ok(());
+    }
     let threads = WARPS as u32 * 32;
     b.for_each_row(kernel, div_ceil(rows, WARPS), threads, 0, params)
 }
@@ -142,6 +179,9 @@ fn linear_attention(
     b: &mut Builder<'_>,
     params: &VgLinearAttentionParams,
 ) -> Result<(), EngineError> {
+    if params.tokens.is_left_out(b) {
+        return Ok(());
+    }
     let columns = params.k.ne[0] * params.k.ne[1] * params.state.ne[1];
     b.for_each_row(
         "vg_linear_attention",

@@ -24,13 +24,23 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     Some(match op {
         Op::CrossEntropyLoss {} => loss(b),
         Op::CrossEntropyLossBack {} => {
-            let params = VgCrossEntropyParams {
+            let mut params = VgCrossEntropyParams {
                 dst: b.dst(),
                 gradient: b.src(0),
                 a: b.src(1),
                 b: b.src(2),
                 ..VgCrossEntropyParams::default()
             };
+            // A share has some of the rows. The kernel counts all of them in `a`.
+            let dim = (1..4).max_by_key(|&dim| params.dst.ne[dim]).unwrap_or(1);
+            let rows = b.share_of(params.dst.ne[dim]);
+            if rows.is_empty() {
+                return Some(Ok(()));
+            }
+            for view in [&mut params.dst, &mut params.a, &mut params.b] {
+                view.data += (rows.start * view.nb[dim]) as u64;
+            }
+            params.dst.ne[dim] = rows.end - rows.start;
             let threads = threads_for(params.dst.ne[0]);
             b.for_each_row(
                 "vg_cross_entropy_back",

@@ -31,6 +31,7 @@ pub(crate) struct Compiler<'a> {
     /// The graph in the order of execution, and the position of each node in the guest's graph.
     graph: &'a Graph,
     origin: &'a [usize],
+    arrangement: &'a Arrangement,
     /// What the nodes write.
     written: WrittenRanges,
     cache: ActivationCache,
@@ -74,6 +75,7 @@ impl<'a> Compiler<'a> {
             views,
             graph: &arrangement.graph,
             origin: &arrangement.origin,
+            arrangement,
             written: WrittenRanges::of(&arrangement.graph, views),
             cache: ActivationCache::new(place),
             work: Vec::new(),
@@ -161,6 +163,10 @@ impl<'a> Compiler<'a> {
     /// # Errors
     /// [`EngineError`] of the CPU engine.
     fn node_on_cpu(&mut self, at: usize) -> Result<(), EngineError> {
+        // The CPU engine has no shares: the first one is the whole node.
+        if self.arrangement.share(at).at > 0 {
+            return Ok(());
+        }
         let fallback = &self.context.cpu_fallback;
         let work = fallback.compile(self.graph, at, self.views)?;
         let node = &self.graph.nodes[at];
@@ -191,6 +197,7 @@ impl<'a> Compiler<'a> {
         let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, cache);
         builder.set_written(&self.written);
         builder.set_label(self.origin[nodes.start]);
+        builder.set_share(self.arrangement.share(nodes.start));
         match body(&mut builder) {
             None => return Ok(Built::NoKernel),
             Some(Ok(())) => {}

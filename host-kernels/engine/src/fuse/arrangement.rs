@@ -6,6 +6,7 @@ use std::ops::Range;
 use vgpu_transport::ir::{Graph, Node, Op};
 
 use super::budget::Budget;
+use super::divide::Share;
 use super::finder::{Finder, FusionKind, Group};
 use super::{divide, experts, products, rows};
 
@@ -20,6 +21,8 @@ pub struct Arrangement {
     groups: BTreeMap<usize, (FusionKind, usize)>,
     /// For each node, whether it is in a group.
     taken: Vec<bool>,
+    /// The nodes of which the graph has a node for each share.
+    shares: BTreeMap<usize, Share>,
 }
 
 /// A graph whose long nodes would have too many parts.
@@ -38,6 +41,7 @@ impl Arrangement {
             origin: (0..graph.nodes.len()).collect(),
             groups: BTreeMap::new(),
             taken: vec![false; graph.nodes.len()],
+            shares: BTreeMap::new(),
         }
     }
 
@@ -93,9 +97,9 @@ impl Arrangement {
     }
 
     /// Divides nodes into parts that follow each other. `count` returns into how many: 1 for a node
-    /// that stays whole. A group with such a node is no group any more. The tensors of parts are
-    /// appended to those of the graph; returns, for each of them, the index of the tensor that it
-    /// is a range of.
+    /// that stays whole. Some parts are [shares](Arrangement::share) of the same node. A group with
+    /// such a node is no group any more. The tensors of parts are appended to those of the graph;
+    /// returns, for each of them, the index of the tensor that it is a range of.
     ///
     /// # Errors
     /// [`TooManyParts`] if the graph would have more than `limit` nodes.
@@ -105,7 +109,8 @@ impl Arrangement {
         limit: usize,
     ) -> Result<Vec<usize>, TooManyParts> {
         let all = 0..self.graph.nodes.len();
-        let counts = all.map(|at| (at, count(&self.graph, &self.graph.nodes[at])));
+        let most = (limit as u64).saturating_add(1);
+        let counts = all.map(|at| (at, count(&self.graph, &self.graph.nodes[at]).min(most)));
         let long: Vec<(usize, u64)> = counts.filter(|&(_, count)| count > 1).collect();
         let mut parents = Vec::new();
         if long.is_empty() {
@@ -122,16 +127,21 @@ impl Arrangement {
             let count = long
                 .next_if(|&(long, _)| long == at)
                 .map_or(1, |(_, count)| count);
-            let parts = match count {
-                1 => vec![node],
+            let parts: Vec<(Node, Share)> = match count {
+                1 => vec![(node, Share::WHOLE)],
                 count => {
                     let parts = divide::parts(&self.graph, &node, count);
-                    let added = { parts.iter() }
-                        .map(|part| divide::add(&mut self.graph, &mut parents, part));
+                    let added = { parts.iter() }.map(|part| {
+                        let node = divide::add(&mut self.graph, &mut parents, part);
+                        (node, part.share)
+                    });
                     added.collect()
                 }
             };
-            for part in parts {
+            for (part, share) in parts {
+                if share != Share::WHOLE {
+                    self.shares.insert(self.graph.nodes.len(), share);
+                }
                 self.graph.nodes.push(part);
                 self.origin.push(origin[at]);
                 self.taken.push(taken[at]);
@@ -141,6 +151,11 @@ impl Arrangement {
             }
         }
         Ok(parents)
+    }
+
+    /// Which share of its results node `at` computes, if the kernels divide the operator.
+    pub fn share(&self, at: usize) -> Share {
+        self.shares.get(&at).copied().unwrap_or(Share::WHOLE)
     }
 
     /// Removes the groups that have one of these nodes.

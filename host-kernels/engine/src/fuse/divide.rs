@@ -1,18 +1,24 @@
 //! A node as several nodes that compute parts of its results, for engines that cannot end a turn in
 //! the middle of a kernel.
 
+use std::ops::Range;
+
 use vgpu_transport::ir::{Graph, Node, Op, Sources, Tensor};
 
 /// A part is a multiple of so many rows if it has more: tiles of kernels stay full.
 const ROWS: u64 = 64;
 
-/// What a part of the results reads of a source.
+/// What a part of the results uses of a tensor.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Read {
+enum Use {
     /// All of it.
     All,
     /// The same range of this dimension.
     Range(usize),
+    /// The same range of this dimension, which has so many elements for each result.
+    Times(usize, u64),
+    /// The same range of this dimension, and so many elements behind it.
+    Window(usize, u64),
 }
 
 /// A part of a node.
@@ -20,6 +26,29 @@ pub(super) struct Part {
     pub(super) op: Op,
     pub(super) dst: Slice,
     pub(super) src: Vec<Option<Slice>>,
+    pub(super) share: Share,
+}
+
+/// A share of a node that the kernels of an engine divide: along the tokens of a recurrence, for
+/// example, whose results and states lie in one tensor. The node stands once for each of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// Its number. Earlier ones run before it.
+    pub at: u64,
+    /// The number of shares.
+    pub of: u64,
+}
+
+impl Share {
+    /// All of the node.
+    pub const WHOLE: Share = Share { at: 0, of: 1 };
+
+    /// The share of `0..n`. Some ranges are empty if there are more shares.
+    pub fn range(self, n: u64) -> Range<u64> {
+        // Not above `n`.
+        let until = |at: u64| (u128::from(n) * u128::from(at) / u128::from(self.of.max(1))) as u64;
+        until(self.at)..until(self.at + 1)
+    }
 }
 
 /// A tensor of the graph, or a range of one of its dimensions.
@@ -32,6 +61,16 @@ pub(super) struct Slice {
 }
 
 impl Slice {
+    /// What results `start..start + len` use of it.
+    fn used(self, used: Use, start: u64, len: u64) -> Option<Slice> {
+        match used {
+            Use::All => Some(self),
+            Use::Range(dim) => self.range(dim, start, len),
+            Use::Times(dim, n) => self.range(dim, start.checked_mul(n)?, len.checked_mul(n)?),
+            Use::Window(dim, more) => self.range(dim, start, len.checked_add(more)?),
+        }
+    }
+
     /// Elements `start..start + len` of dimension `dim`.
     fn range(self, dim: usize, start: u64, len: u64) -> Option<Slice> {
         let mut tensor = self.tensor;
@@ -60,6 +99,7 @@ pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
         src: { node.src.as_slice().iter() }
             .map(|src| src.map(slice))
             .collect(),
+        share: Share::WHOLE,
     };
     let mut parts = vec![whole];
     let mut left = count;
@@ -70,13 +110,55 @@ pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
         parts = divided.into_iter().flatten().collect();
         left = left.div_ceil(each.max(1));
     }
+    if left > 1 && has_shares(&node.op) {
+        let shares = |part: Part| {
+            (0..left).map(move |at| Part {
+                share: Share { at, of: left },
+                src: part.src.clone(),
+                ..part
+            })
+        };
+        parts = parts.into_iter().flat_map(shares).collect();
+    }
     parts
+}
+
+/// Whether the kernels divide the operator where ranges of its tensors cannot.
+fn has_shares(op: &Op) -> bool {
+    match op {
+        // Results and states lie in one tensor. A part goes on from the state of the one before.
+        Op::SsmScan { .. }
+        | Op::RwkvWkv6 {}
+        | Op::RwkvWkv7 {}
+        | Op::GatedLinearAttn { .. }
+        | Op::GatedDeltaNet { .. } => true,
+        // A row needs the rows before it.
+        Op::SolveTri {} => true,
+        // The padding lies at the ends of an image only.
+        Op::Conv2d { .. } | Op::Conv3d { .. } | Op::Im2col { .. } | Op::Im2col3d { .. } => true,
+        // The number of rows is a factor.
+        Op::CrossEntropyLossBack {} => true,
+        _ => false,
+    }
+}
+
+/// The lengths along which a part is divided: of the results, or of what is scattered to them.
+fn lengths(part: &Part) -> [u64; 4] {
+    match (part.op, part.src.first()) {
+        (Op::SetRows {}, Some(Some(rows))) => rows.tensor.shape.ne,
+        _ => part.dst.tensor.shape.ne,
+    }
 }
 
 /// Divides a part along the longest dimension that allows it.
 fn divide(part: &Part, count: u64) -> Option<Vec<Part>> {
-    let ne = part.dst.tensor.shape.ne;
-    let mut dims: Vec<usize> = (1..4).filter(|&dim| ne[dim] > 1).collect();
+    let ne = lengths(part);
+    let mut dims: Vec<usize> = match part.op {
+        // One result for each row.
+        Op::Argmax {} => vec![0],
+        _ => (1..4).collect(),
+    };
+    dims.retain(|&dim| ne[dim] > 1);
     // The last of the longest ones: its ranges lie farthest apart.
     dims.sort_by_key(|&dim| (std::cmp::Reverse(ne[dim]), std::cmp::Reverse(dim)));
     dims.into_iter()
@@ -84,11 +166,16 @@ fn divide(part: &Part, count: u64) -> Option<Vec<Part>> {
 }
 
 fn divide_along(part: &Part, dim: usize, count: u64) -> Option<Vec<Part>> {
-    let rows = part.dst.tensor.shape.ne[dim];
-    let reads: Vec<Read> = { part.src.iter().enumerate() }
+    let together = together(part, dim)?;
+    let rows = lengths(part)[dim] / together;
+    let written = match (part.op, dim) {
+        (Op::SetRows {}, 1) => Use::All,
+        _ => Use::Times(dim, together),
+    };
+    let reads: Vec<Use> = { part.src.iter().enumerate() }
         .map(|(i, src)| match src {
             Some(src) => read(part, dim, i, &src.tensor),
-            None => Some(Read::All),
+            None => Some(Use::All),
         })
         .collect::<Option<_>>()?;
     let len = match rows.div_ceil(count.min(rows)) {
@@ -101,33 +188,60 @@ fn divide_along(part: &Part, dim: usize, count: u64) -> Option<Vec<Part>> {
             let len = len.min(rows - start);
             let src = part.src.iter().zip(&reads);
             let src = src.map(|(src, read)| match (src, read) {
-                (_, Read::All) => Some(*src),
+                (_, Use::All) | (None, _) => Some(*src),
                 // An engine may hold weights in another layout, whose ranges are not those of ggml.
                 (Some(src), _) if src.tensor.shape.ty.is_quantized() => None,
-                (Some(src), &Read::Range(dim)) => src.range(dim, start, len).map(Some),
-                (None, _) => Some(None),
+                (Some(src), read) => src.used(*read, start, len).map(Some),
             });
             Some(Part {
-                op: part.op,
-                dst: part.dst.range(dim, start, len)?,
+                op: with_length(part, dim, len)?,
+                dst: part.dst.used(written, start, len)?,
                 src: src.collect::<Option<_>>()?,
+                share: part.share,
             })
         })
         .collect()
 }
 
+/// How many neighbouring results in dimension `dim` belong together: those of an image, which
+/// shares the dimension with others.
+fn together(part: &Part, dim: usize) -> Option<u64> {
+    let source = |i: usize| Some(part.src.get(i)?.as_ref()?.tensor.shape.ne);
+    let images = match (part.op, dim) {
+        (Op::Conv3d { n, .. }, 3) if n > 1 => u64::try_from(n).ok()?,
+        (Op::Im2col3d { ic, .. }, 3) => source(1)?[3].checked_div(u64::try_from(ic).ok()?)?,
+        _ => return Some(1),
+    };
+    (images > 1).then_some(())?;
+    lengths(part)[dim].checked_div(images).filter(|&n| n > 0)
+}
+
+/// The operator of a part that has `len` of what is divided along dimension `dim`: some have
+/// lengths among their parameters.
+fn with_length(part: &Part, dim: usize, len: u64) -> Option<Op> {
+    let mut op = part.op;
+    match (&mut op, dim) {
+        (Op::Conv3d { n, .. }, 3) if *n > 1 => *n = i32::try_from(len).ok()?,
+        (Op::Conv3d { oc, .. }, 3) | (Op::Col2im1d { oc, .. }, 1) => {
+            *oc = i32::try_from(len).ok()?
+        }
+        _ => {}
+    }
+    Some(op)
+}
+
 /// What the results in a range of dimension `dim` read of source `i`. `None`: they cannot be
 /// computed alone, or not by the same operator with the same parameters. The operators are those of
 /// ggml.h.
-fn read(part: &Part, dim: usize, i: usize, src: &Tensor) -> Option<Read> {
-    let (dst, ne) = (part.dst.tensor.shape.ne, src.shape.ne);
+fn read(part: &Part, dim: usize, i: usize, src: &Tensor) -> Option<Use> {
+    let (dst, ne) = (lengths(part), src.shape.ne);
     // Of rows of the same number, or of one that all share.
     let same = |of: usize| match ne[of] {
-        1 => Some(Read::All),
-        n if n == dst[dim] => Some(Read::Range(of)),
+        1 => Some(Use::All),
+        n if n == dst[dim] => Some(Use::Range(of)),
         _ => None,
     };
-    let equal = |of: usize| (ne[of] == dst[dim]).then_some(Read::Range(of));
+    let equal = |of: usize| (ne[of] == dst[dim]).then_some(Use::Range(of));
     match part.op {
         Op::Copy {} => {
             let first = part.src.first()?.as_ref()?;
@@ -167,36 +281,36 @@ fn read(part: &Part, dim: usize, i: usize, src: &Tensor) -> Option<Read> {
         // The slope of a head, its sink and its mask depend on the number of the head.
         Op::SoftMax { .. } => match (i, dim) {
             (0, 1 | 3) => equal(dim),
-            (1, 1) => (ne[1] >= dst[1]).then_some(Read::Range(1)),
+            (1, 1) => (ne[1] >= dst[1]).then_some(Use::Range(1)),
             (1, 3) => same(3),
-            (2, 1 | 3) => Some(Read::All),
+            (2, 1 | 3) => Some(Use::All),
             _ => None,
         },
         // Positions belong to tokens, in dimension 2.
         Op::Rope { .. } => match (i, dim) {
             (0, 1 | 3) => equal(dim),
-            (_, 1 | 3) => Some(Read::All),
+            (_, 1 | 3) => Some(Use::All),
             _ => None,
         },
         Op::MulMat { .. } => match (i, dim) {
-            (0, 1) => Some(Read::All),
+            (0, 1) => Some(Use::All),
             (0, _) => same(dim),
             _ => equal(dim),
         },
         Op::MulMatId { .. } => match (i, dim) {
-            (0, 2) => Some(Read::All),
+            (0, 2) => Some(Use::All),
             (1, 2) => equal(2),
             (2, 2) => equal(1),
             _ => None,
         },
         Op::OutProd {} => match (i, dim) {
-            (0, 1) => Some(Read::All),
+            (0, 1) => Some(Use::All),
             (1, 1) => equal(0),
             (0, _) => same(dim),
             _ => equal(dim),
         },
         Op::GetRows {} => match (i, dim) {
-            (0, 1) => Some(Read::All),
+            (0, 1) => Some(Use::All),
             (1, 1) => equal(0),
             _ => None,
         },
@@ -204,32 +318,143 @@ fn read(part: &Part, dim: usize, i: usize, src: &Tensor) -> Option<Read> {
         Op::FlashAttnExt { .. } => match (i, dim) {
             (0, 2) => equal(1),
             (0, 3) => equal(3),
-            (1 | 2, 2) | (4, 2 | 3) => Some(Read::All),
+            (1 | 2, 2) | (4, 2 | 3) => Some(Use::All),
             (1 | 2, 3) => same(3),
-            (3, 2) => (ne[1] >= dst[2]).then_some(Read::Range(1)),
+            (3, 2) => (ne[1] >= dst[2]).then_some(Use::Range(1)),
             (3, 3) => same(3),
             _ => None,
         },
         Op::Conv2d { .. } => match (i, dim) {
             (0, 2) => equal(3),
-            (1, 2) | (0, 3) => Some(Read::All),
+            (1, 2) | (0, 3) => Some(Use::All),
             (1, 3) => equal(3),
             _ => None,
         },
         Op::Conv2dDw { .. } => match (i, dim) {
             (0, 2) => equal(3),
             (1, 2 | 3) => equal(dim),
-            (0, 3) => Some(Read::All),
+            (0, 3) => Some(Use::All),
             _ => None,
         },
         Op::ConvTranspose2d { .. } => match (i, dim) {
             (0, 2) => equal(2),
-            (1, 2) | (0, 3) => Some(Read::All),
+            (1, 2) | (0, 3) => Some(Use::All),
             (1, 3) => equal(3),
             _ => None,
         },
         Op::Pool1d { .. } => equal(dim),
-        Op::Pool2d { .. } | Op::Upscale { .. } if dim >= 2 => equal(dim),
+        Op::Pool2d { .. } | Op::Pool2dBack { .. } | Op::Upscale { .. } if dim >= 2 => equal(dim),
+        // Channels and images share dimension 3.
+        Op::Conv3d { c, n, .. } => match (i, dim) {
+            (0, 3) if n > 1 => Some(Use::All),
+            (1, 3) if n > 1 => Some(Use::Times(3, u64::try_from(c).ok()?)),
+            (0, 3) => Some(Use::Times(3, u64::try_from(c).ok()?)),
+            (1, 3) => Some(Use::All),
+            _ => None,
+        },
+        Op::ConvTranspose1d { .. } => match (i, dim) {
+            (0, 1) => equal(1),
+            (1, 1) => Some(Use::All),
+            _ => None,
+        },
+        // Images are in dimension 3 of planes, and in dimension 2 of lines.
+        Op::Im2col { is_2d, .. } => match (i, dim, is_2d) {
+            (0, 3, true) | (0, 2, false) => Some(Use::All),
+            (1, 3, true) | (1, 2, false) => equal(dim),
+            _ => None,
+        },
+        Op::Im2colBack { is_2d, .. } => match (i, dim, is_2d) {
+            (0, 3, true) | (0, 2, false) => equal(dim),
+            (1, 3, true) | (1, 2, false) => Some(Use::All),
+            _ => None,
+        },
+        Op::Im2col3d { ic, .. } => match (i, dim) {
+            (0, 3) => Some(Use::All),
+            (1, 3) => Some(Use::Times(3, u64::try_from(ic).ok()?)),
+            _ => None,
+        },
+        Op::Col2im1d { oc, .. } if dim == 1 => {
+            let taps = ne[0].checked_div(u64::try_from(oc).ok()?)?;
+            Some(Use::Times(0, taps))
+        }
+        // The results have channels in dimension 0 and tokens in dimension 1.
+        Op::SsmConv {} => match (i, dim) {
+            (0, 1) => Some(Use::Window(0, ne[0].checked_sub(dst[1])?)),
+            (0, 2) => equal(2),
+            (1, 1 | 2) => Some(Use::All),
+            _ => None,
+        },
+        // The results have tokens in dimension 1.
+        Op::LightningIndexer {} => match (i, dim) {
+            (0, 1) => equal(2),
+            (1, 1) => Some(Use::All),
+            (2 | 3, 1) => equal(1),
+            (0..=2, 3) => equal(3),
+            (3, 3) => same(3),
+            _ => None,
+        },
+        Op::Dsv4HcComb { .. } => match (i, dim) {
+            (0, 2) => equal(1),
+            (1 | 2, 2) => Some(Use::All),
+            _ => None,
+        },
+        Op::Dsv4HcPre { gated, .. } => match (i, dim) {
+            (0, 1) => equal(2),
+            (1, 1) => equal(if gated { 2 } else { 1 }),
+            _ => None,
+        },
+        Op::Dsv4HcPost {} => match (i, dim) {
+            (0 | 2, 2) => equal(1),
+            (1 | 3, 2) => equal(2),
+            _ => None,
+        },
+        // The last source has the parameters.
+        Op::OptStepAdamw {} | Op::OptStepSgd {} => match i + 1 == part.src.len() {
+            true => Some(Use::All),
+            false => equal(dim),
+        },
+        // Ids have the rows in dimension 0 and may repeat in the others. The last source is the
+        // destination.
+        Op::SetRows {} => match (i, dim) {
+            (0, _) => equal(dim),
+            (1, 1) => equal(0),
+            (1, _) => same(dim - 1),
+            (_, 1) => Some(Use::All),
+            _ => equal(dim),
+        },
+        Op::AddId {} => match (i, dim) {
+            (0, 1 | 2) => equal(dim),
+            (1, 1 | 2) => Some(Use::All),
+            (2, 1 | 2) => equal(dim - 1),
+            _ => None,
+        },
+        Op::Add1 {} => match i {
+            0 => equal(dim),
+            _ => Some(Use::All),
+        },
+        Op::Argmax {} => equal(1),
+        Op::Repeat {} => same(dim),
+        Op::RepeatBack {} | Op::PadReflect1d { .. } => equal(dim),
+        Op::Concat { dim: along } if along as usize != dim => equal(dim),
+        Op::Pad { left, right, .. } if left[dim] == 0 && right[dim] == 0 => equal(dim),
+        Op::Roll { shift } if shift[dim] == 0 => equal(dim),
+        // Which elements remain depends on the number of the row.
+        Op::Diag {} | Op::DiagMaskInf { .. } | Op::DiagMaskZero { .. } | Op::Tri { .. }
+            if dim >= 2 =>
+        {
+            equal(dim)
+        }
+        // Groups have several channels.
+        Op::GroupNorm { .. } if dim == 3 => equal(3),
+        Op::TimestepEmbedding { .. } => match dim {
+            1 => equal(0),
+            _ => None,
+        },
+        Op::AddRelPos {} => match (i, dim) {
+            (0, 2) => equal(2),
+            (1 | 2, 2) => equal(3),
+            _ => None,
+        },
         _ => None,
     }
 }

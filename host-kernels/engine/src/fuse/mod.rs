@@ -16,5 +16,6 @@ mod rows;
 
 pub use crate::byte_range::ByteRange;
 pub use arrangement::{Arrangement, TooManyParts};
+pub use divide::Share;
 pub use finder::FusionKind;
 pub use liveness::{reads, writes};
