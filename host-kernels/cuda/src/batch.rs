@@ -270,6 +270,8 @@ impl Joined {
                 launch,
                 node: steps.len(),
                 may_yield,
+                // A plan with a divided node runs alone.
+                is_long: false,
                 covers: 1,
             });
             owners.push(of);

@@ -33,6 +33,8 @@ pub(crate) struct LaunchSequence {
     nodes: Vec<u32>,
     /// Whether another plan may run after each launch.
     stops: Vec<bool>,
+    /// Whether each launch is a part of a divided node, with which a batch ends.
+    long: Vec<bool>,
     /// The number of launches of `plain` that each launch replaces.
     covers: Vec<usize>,
     /// The same work without megakernels and merged launches: for a device that refuses a
@@ -128,6 +130,7 @@ impl LaunchSequence {
         LaunchSequence {
             nodes: steps.iter().map(|step| step.node as u32).collect(),
             stops: steps.iter().map(|step| step.may_yield).collect(),
+            long: steps.iter().map(|step| step.is_long).collect(),
             covers: steps.iter().map(|step| step.covers).collect(),
             plain: None,
             launches: steps.into_iter().map(|step| step.launch).collect(),
@@ -356,9 +359,13 @@ impl LaunchSequence {
 
     /// The end of the batch that begins with launch `at`.
     fn end_of_batch(&self, at: usize, batch: usize) -> usize {
-        let least = at.saturating_add(batch).min(self.launches.len());
-        let stop = (least..self.launches.len()).find(|&end| self.stops[end - 1]);
-        stop.unwrap_or(self.launches.len())
+        let all = self.launches.len();
+        let least = at.saturating_add(batch).min(all);
+        // The time of a batch is learned from other parameters, with which no node was long.
+        let long = (at..least).find(|&launch| self.long[launch]);
+        let least = long.map_or(least, |launch| launch + 1);
+        let stop = (least..all).find(|&end| self.stops[end - 1]);
+        stop.unwrap_or(all)
     }
 
     /// Makes the graph instances of the template run the launches of this sequence. If the device

@@ -48,6 +48,7 @@ impl MergeKernels {
                 launch,
                 node: plain[at].node,
                 may_yield: plain[at + count - 1].may_yield,
+                is_long: plain[at..at + count].iter().any(|step| step.is_long),
                 covers: count,
             });
             at += count;

@@ -272,6 +272,9 @@ pub fn of(graph: &Graph, node: &Node) -> Work {
 const ROW_STEP: u64 = 32;
 const SOLVED_STEP: u64 = 8;
 
+/// Rows of the result of GET_ROWS_BACK that a step of [`Work::in_order`] clears.
+const CLEARED_ROWS: u64 = 64;
+
 /// [`Work::in_order`]: 0 where the results do not depend on each other.
 fn in_order(graph: &Graph, node: &Node) -> u64 {
     let ne = |i: usize| graph.src(node, i).map_or([0; 4], |src| src.shape.ne);
@@ -284,8 +287,11 @@ fn in_order(graph: &Graph, node: &Node) -> u64 {
         Op::GatedDeltaNet { .. } => (ne(2)[2], ne(2)[0]),
         // A row is a sum over the rows before it: on average half of all.
         Op::SolveTri {} => return times(&[ne(0)[0], ne(0)[1]]).div_ceil(2 * SOLVED_STEP),
-        // Rows with the same id are added in order.
-        Op::GetRowsBack {} => return ne(1)[0],
+        // Rows with the same id are added in order, and the result is cleared row by row before.
+        Op::GetRowsBack {} => {
+            let cleared = graph.dst(node).shape.ne[1].div_ceil(CLEARED_ROWS);
+            return ne(1)[0].saturating_add(cleared);
+        }
         _ => return 0,
     };
     times(&[tokens, row.div_ceil(ROW_STEP)])

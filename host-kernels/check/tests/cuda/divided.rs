@@ -62,6 +62,41 @@ fn turns_end_between_the_parts_of_long_nodes() {
     }
 }
 
+/// The turns of the second run of a plan, of which the first one has shown that it is short. Each
+/// turn is over at once.
+fn turns_after_a_short_run(longest: Duration) -> usize {
+    let built = TINY.graph(StepShape {
+        tokens: 48,
+        seen: 64,
+    });
+    let device = Arc::new(Spy::running());
+    let policy = LaunchPolicy {
+        time_slice: Duration::from_secs(3600),
+        ..policy(longest)
+    };
+    let engine = engine_with(&device, policy);
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    built.write_inputs(&loaded, 0);
+    while plan.launch(&Turn::new()).expect("it runs") == RunStatus::Yielded {}
+    plan.wait().expect("it ends");
+    let over = Turn::new();
+    over.set_end(Some(Duration::ZERO));
+    let mut turns = 1;
+    while plan.launch(&over).expect("it runs") == RunStatus::Yielded {
+        turns += 1;
+    }
+    plan.wait().expect("it ends");
+    turns
+}
+
+#[test]
+fn a_turn_ends_after_a_part_of_a_long_node_whatever_earlier_runs_took() {
+    assert_eq!(turns_after_a_short_run(Duration::MAX), 1);
+    let turns = turns_after_a_short_run(Duration::from_nanos(200));
+    assert!(turns >= 20, "{turns} turns");
+}
+
 #[test]
 fn a_graph_of_too_many_parts_is_refused() {
     let built = TINY.graph(StepShape {

@@ -160,6 +160,7 @@ impl Builder<'_> {
             launch,
             node,
             may_yield: i + 1 == count,
+            is_long: false,
             covers: 1,
         })
     }

@@ -109,6 +109,7 @@ pub(crate) fn lower(
                     launch,
                     node: plain[first].node,
                     may_yield: last.may_yield,
+                    is_long: plain[first..first + count].iter().any(|step| step.is_long),
                     covers: count,
                 });
                 lowering.tables.push(memory);

@@ -146,8 +146,8 @@ fn share_of_sequences(b: &Builder<'_>, state: usize) -> VgRange {
 }
 
 impl VgRange {
-    /// Whether an earlier or a later launch does all of a divided node. Without tokens, the first
-    /// launch copies the states.
+    /// Whether the share is empty and not the first one, which copies the states also without
+    /// tokens.
     fn is_left_out(self, b: &Builder<'_>) -> bool {
         self.begin == self.end && !b.is_first_share()
     }

@@ -140,8 +140,23 @@ impl<'a> Compiler<'a> {
         if CpuFallback::takes(self.graph, node) {
             return self.node_on_cpu(at);
         }
+        let is_part = self.is_part(at);
+        if is_part {
+            // The turn may end behind each part, and another plan then uses the scratch memory of
+            // the cache.
+            self.cache.clear();
+        }
+        let before = self.work.len();
         let built = self.build(at..at + 1, |builder| Some(ops::compile(&node.op, builder)))?;
         let Built::Missing(kernel) = built else {
+            for work in &mut self.work[before..] {
+                if let Work::Launch(step) = work {
+                    step.is_long = is_part;
+                }
+            }
+            if is_part {
+                self.cache.clear();
+            }
             return Ok(());
         };
         let op = node.op.kind().ggml_name();
@@ -156,6 +171,15 @@ impl<'a> Compiler<'a> {
             },
             error => error,
         })
+    }
+
+    /// Whether the node is one of several parts of a divided node.
+    fn is_part(&self, at: usize) -> bool {
+        let is_of_the_same = |other: Option<usize>| {
+            let origin = other.and_then(|other| self.origin.get(other));
+            origin == Some(&self.origin[at])
+        };
+        is_of_the_same(at.checked_sub(1)) || is_of_the_same(Some(at + 1))
     }
 
     /// Compiles one node for the CPU engine.
@@ -240,9 +264,10 @@ impl<'a> Compiler<'a> {
         (self.cache.peak(), self.scratch_bytes)
     }
 
-    /// The launches, if nothing else runs: no node on the CPU engine, and no megakernel.
+    /// The launches, if nothing else runs and none is long: no node on the CPU engine, no megakernel,
+    /// and no part of a divided node.
     pub(crate) fn launches(&self) -> Option<impl Iterator<Item = &Launch>> {
-        let is_launch = |work: &Work| matches!(work, Work::Launch(_));
+        let is_launch = |work: &Work| matches!(work, Work::Launch(step) if !step.is_long);
         let are_launches =
             self.context.stage_kernels().is_none() && self.work.iter().all(is_launch);
         let launches = self.work.iter().filter_map(|work| match work {
