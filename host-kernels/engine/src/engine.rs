@@ -21,6 +21,19 @@ use crate::work::Speed;
 /// of a thread with AVX2 is 97 seconds.
 const MAX_NODE_TIME: Duration = Duration::from_secs(3600);
 
+/// What an engine has run on its device, and what it has left to another engine, since its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FallbackUse {
+    /// Nodes that the device has run.
+    pub device_nodes: u64,
+    /// Nodes that the other engine has run.
+    pub other_nodes: u64,
+    /// How long the device had work.
+    pub device_time: Duration,
+    /// How long the other engine had work, copies from and to the device included.
+    pub other_time: Duration,
+}
+
 /// A compute device.
 pub trait Engine: Send + Sync + 'static {
     /// A short name, `cpu` or `cuda:0`.
@@ -69,6 +82,12 @@ pub trait Engine: Send + Sync + 'static {
     fn speed_of(&self, graph: &Graph, node: &Node) -> Speed {
         let _ = (graph, node);
         self.speed()
+    }
+
+    /// How much the engine has left to another engine. `None` if the engine does not count that, or
+    /// leaves nothing to others. Calls no driver and waits for nothing.
+    fn fallback_use(&self) -> Option<FallbackUse> {
+        None
     }
 
     /// Whether a turn can end in the middle of every node, so that a turn is never as long as a

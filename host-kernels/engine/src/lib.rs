@@ -1,7 +1,8 @@
 //! What all engines of the host share.
 //!
 //! - [`Engine`], [`Memory`], [`Plan`]: the contract between the executor and an engine.
-//! - [`SingleNode`]: one node of a graph on another engine.
+//! - [`SingleNode`]: one node of a graph on another engine. [`FallbackUse`]: how much such nodes
+//!   are of all.
 //! - [`fuse`]: operator fusion, which finds nodes that one kernel can compute.
 //! - [`roofline`]: a lower bound of a graph's memory traffic and arithmetic.
 //! - [`rope`]: the parameters of ROPE, as kernels take them.
@@ -25,9 +26,9 @@ pub mod work;
 
 pub use batch_keys::{BatchGroup, BatchKeys};
 pub use cancellation::Cancellation;
-pub use engine::Engine;
+pub use engine::{Engine, FallbackUse};
 pub use error::{EngineError, RunError, check_range};
 pub use memory::{CopyAccount, Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};
 pub use panic::panic_message;
 pub use plan::{ALLOCATION_BYTES, BatchKey, NodeTiming, Plan, RunStatus, Turn};
-pub use single_node::{DeviceMemory, SingleNode};
+pub use single_node::{DeviceMemory, PlannedNode, SingleNode};

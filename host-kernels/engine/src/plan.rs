@@ -65,8 +65,20 @@ pub trait Plan: Send {
     }
 
     /// Bytes of host memory that the plan itself holds, without buffers and working memory: at
-    /// least what the allocator has given to it, and at most twice as much.
+    /// least what the allocator has given to it, and at most twice as much. Before
+    /// [`allocate`](Plan::allocate), these are the bytes that the plan has afterwards, at most.
     fn plan_bytes(&self) -> u64;
+
+    /// Allocates what the plan needs for itself and compilation has left out, since
+    /// [`compile_bytes`](crate::Engine::compile_bytes) has no part for it: copies of tensors. The
+    /// caller has charged the [`plan_bytes`](Plan::plan_bytes). The first
+    /// [`launch`](Plan::launch) does so otherwise.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the engine that the memory is for.
+    fn allocate(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
 
     /// Bytes of host memory that a run needs besides the buffers of the graph, at most. A run
     /// allocates these bytes when it starts, and frees them when it ends. Memory that the engine

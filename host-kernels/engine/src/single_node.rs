@@ -7,12 +7,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Sources, Tensor, validate};
+use vgpu_transport::ir::{
+    BufferId, Graph, GraphCounts, Limits, Node, Sources, Tensor, ValidGraph, validate,
+};
 
 use crate::engine::Engine;
 use crate::error::{EngineError, RunError};
 use crate::memory::Memory;
-use crate::plan::{Plan, RunStatus, Turn};
+use crate::plan::{ALLOCATION_BYTES, Plan, RunStatus, Turn};
 
 /// Bytes that are copied between two questions whether the turn is over: about a millisecond.
 const COPY_BYTES: u64 = 4 << 20;
@@ -96,28 +98,20 @@ enum RunPhase {
     Write(usize, u64),
 }
 
-/// A compiled node, with memory for copies of its tensors.
-pub struct SingleNode {
-    plan: Box<dyn Plan>,
-    ranges: Vec<Copied>,
-    /// The indices in `ranges` of the ranges that the node writes.
-    results: Vec<usize>,
+/// A node for another engine, without the memory for copies of its tensors.
+pub struct PlannedNode {
+    part: ValidGraph,
+    regions: Vec<Region>,
     /// The index of the node in the graph of the device.
     at: usize,
-    /// Where the next turn continues.
-    next: RunPhase,
 }
 
-impl SingleNode {
-    /// Compiles node `at` of `graph`, which is valid, for `engine`.
+impl PlannedNode {
+    /// Node `at` of `graph`, which is valid, for `engine`.
     ///
     /// # Errors
-    /// [`EngineError`] of `engine`.
-    pub fn compile(
-        engine: &dyn Engine,
-        graph: &Graph,
-        at: usize,
-    ) -> Result<SingleNode, EngineError> {
+    /// [`EngineError::Unsupported`] if `engine` has no kernel for the node.
+    pub fn new(engine: &dyn Engine, graph: &Graph, at: usize) -> Result<PlannedNode, EngineError> {
         let node = &graph.nodes[at];
         let unsupported = |why: String| EngineError::Unsupported {
             op: node.op.kind().ggml_name(),
@@ -151,35 +145,101 @@ impl SingleNode {
             ..Limits::default()
         };
         let size = |id: BufferId| regions.get(id.0 as usize).map(Region::len);
-        let valid = validate(part, engine.capabilities(), &limits, size)
+        let part = validate(part, engine.capabilities(), &limits, size)
             .map_err(|invalid| unsupported(invalid.to_string()))?;
-        let memory = regions
-            .iter()
+        Ok(PlannedNode { part, regions, at })
+    }
+
+    /// Bytes of host memory that the node has now, at most, without the structure itself.
+    pub fn own_bytes(&self) -> usize {
+        let Graph {
+            buffers,
+            tensors,
+            nodes,
+        } = self.part.graph();
+        buffers.capacity() * size_of::<BufferId>()
+            + tensors.capacity() * size_of::<Tensor>()
+            + nodes.capacity() * size_of::<Node>()
+            + self.regions.capacity() * size_of::<Region>()
+            + 4 * ALLOCATION_BYTES
+    }
+
+    /// Bytes of host memory that [`allocate`](PlannedNode::allocate) allocates, at most: the copies
+    /// and the plan of `engine`.
+    pub fn allocated_bytes(&self, engine: &dyn Engine) -> usize {
+        let graph = self.part.graph();
+        let counts = GraphCounts {
+            buffers: graph.buffers.len(),
+            tensors: graph.tensors.len(),
+            nodes: graph.nodes.len(),
+        };
+        let copies = self.regions.iter().map(|region| region.len() as usize);
+        let table = self.regions.len() * COPIED_BYTES;
+        copies.sum::<usize>() + table + engine.compile_bytes(&counts) as usize
+    }
+
+    /// Allocates the copies and compiles the node, for the engine that it was made for.
+    ///
+    /// # Errors
+    /// [`EngineError`] of `engine`.
+    pub fn allocate(&self, engine: &dyn Engine) -> Result<SingleNode, EngineError> {
+        let graph = self.part.graph();
+        let memory = { self.regions.iter() }
             .map(|region| engine.alloc(region.len()))
             .collect::<Result<Vec<_>, _>>()?;
-        let plan = engine.compile(&valid, &memory, &|| false)?;
-        let ranges = regions.iter().zip(memory).map(|(region, memory)| Copied {
+        let plan = engine.compile(&self.part, &memory, &|| false)?;
+        let ranges = self.regions.iter().zip(memory);
+        let ranges = ranges.map(|(region, memory)| Copied {
             buffer: region.buffer as usize,
             offset: region.bytes.start,
             memory,
         });
-        let results = match node.op.updates_sources() {
-            true => (0..regions.len()).collect(),
-            false => vec![valid.graph().tensors[0].buffer as usize],
+        let results = match graph.nodes[0].op.updates_sources() {
+            true => (0..self.regions.len()).collect(),
+            false => vec![graph.tensors[0].buffer as usize],
         };
         Ok(SingleNode {
             plan,
             results,
             ranges: ranges.collect(),
-            at,
+            at: self.at,
             next: RunPhase::Read(0, 0),
         })
+    }
+}
+
+/// Bytes of the tables for a range, at most.
+const COPIED_BYTES: usize = size_of::<Copied>() + size_of::<usize>() + 128;
+
+/// A compiled node, with memory for copies of its tensors.
+pub struct SingleNode {
+    plan: Box<dyn Plan>,
+    ranges: Vec<Copied>,
+    /// The indices in `ranges` of the ranges that the node writes.
+    results: Vec<usize>,
+    /// The index of the node in the graph of the device.
+    at: usize,
+    /// Where the next turn continues.
+    next: RunPhase,
+}
+
+impl SingleNode {
+    /// Compiles node `at` of `graph`, which is valid, for `engine`.
+    ///
+    /// # Errors
+    /// [`EngineError`] of `engine`.
+    pub fn compile(
+        engine: &dyn Engine,
+        graph: &Graph,
+        at: usize,
+    ) -> Result<SingleNode, EngineError> {
+        PlannedNode::new(engine, graph, at)?.allocate(engine)
     }
 
     /// Bytes of host memory, without the structure itself.
     pub fn bytes(&self) -> usize {
         let ranges = self.ranges.iter().map(|range| range.memory.size() as usize);
-        let table = self.ranges.capacity() * (size_of::<Copied>() + size_of::<usize>() + 128);
+        let table = self.ranges.capacity() * COPIED_BYTES;
         ranges.sum::<usize>() + table + self.plan.plan_bytes() as usize
     }
 

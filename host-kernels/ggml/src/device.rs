@@ -2,16 +2,17 @@
 
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use vgpu_engine::work::Speed;
 use vgpu_ggml_abi as abi;
 use vgpu_transport::lock::lock;
 
 use crate::library::Library;
 use crate::memory::Allocator;
-use crate::placement::Placement;
-use crate::tensors::Graph;
+use crate::pace::Paces;
+use crate::placement::{Placement, RunCounts};
 
 /// The graphs in a row that a backend has to fail before the device counts as lost. Most backends
 /// end the process when the device is lost; the others fail every graph from then on.
@@ -81,8 +82,8 @@ impl Backend {
 
 impl Drop for Backend {
     fn drop(&mut self) {
-        // SAFETY: the object owns the backend, which computes nothing: `BackendDevice::compute`
-        // returns after `synchronize`.
+        // SAFETY: the object owns the backend, which computes nothing: its last user is
+        // `BackendDevice::submit`, which has waited for it, or a `Flight`, which waits when it ends.
         unsafe { (self.ggml.functions().backend_free)(self.raw.as_ptr()) };
     }
 }
@@ -104,6 +105,14 @@ pub(crate) struct BackendDevice {
     /// ggml's name of the device.
     pub(crate) name: String,
     pub(crate) placement: Placement,
+    /// What has run, here and on the other engine.
+    pub(crate) used: RunCounts,
+    /// How fast the device is at least.
+    pub(crate) speed: Speed,
+    /// How long plans take.
+    pub(crate) paces: Paces,
+    /// How often somebody has waited for the backend (`ggml_backend_synchronize`).
+    pub(crate) waits: AtomicU64,
 }
 
 // SAFETY: the device object belongs to the backend's library, which is never unloaded, and not to a
@@ -148,17 +157,26 @@ impl BackendDevice {
         unsafe { self.allocator.tensor_bytes(tensor) <= bytes }
     }
 
-    /// Computes a graph. All results are in memory on return.
+    /// Whether the backend may compute after the call that has asked for it.
+    pub(crate) fn is_asynchronous(&self) -> bool {
+        let backend = lock(&self.backend).raw;
+        // SAFETY: the lock makes this the only access, and the backend exists.
+        unsafe { backend.as_ref().iface.synchronize.is_some() }
+    }
+
+    /// Gives the backend a graph. All results are in memory after [`BackendDevice::synchronize`].
     ///
     /// # Errors
     /// `enum ggml_status` of the backend.
     ///
     /// # Safety
-    /// The tensors of the graph and their buffers must exist, and nothing may access them during
-    /// the call.
-    pub(crate) unsafe fn compute(&self, graph: &mut Graph) -> Result<(), c_int> {
+    /// The graph, its tensors and their buffers must exist, and nothing may access them, until
+    /// [`BackendDevice::synchronize`] has returned.
+    pub(crate) unsafe fn submit(&self, graph: *mut abi::ggml_cgraph) -> Result<(), c_int> {
         let mut current = lock(&self.backend);
         if self.renews_backend && self.allocator.has_freed() {
+            // The old one may still compute.
+            self.wait_for(&current);
             // SAFETY: the device belongs to the library. Threads are for the CPU backend only.
             match unsafe { Backend::new(self.ggml, self.device, 0) } {
                 Some(new) => *current = new,
@@ -166,21 +184,34 @@ impl BackendDevice {
             }
         }
         let backend = current.raw.as_ptr();
-        // SAFETY: the lock makes this the only call. The graph is valid (this function's contract),
-        // and the backend keeps no pointer to it behind `synchronize`.
+        // SAFETY: the lock makes this the only call. The graph is valid, also after this call until
+        // the backend has computed it (this function's contract).
         unsafe {
-            let iface = &(*backend).iface;
-            let Some(compute) = iface.graph_compute else {
+            let Some(compute) = (*backend).iface.graph_compute else {
                 return Err(self.failed());
             };
-            let status = compute(backend, graph.as_mut_ptr()) as c_int;
-            if let Some(synchronize) = iface.synchronize {
-                synchronize(backend);
-            }
+            let status = compute(backend, graph) as c_int;
             self.failures.count(status);
             match status {
                 0 => Ok(()),
                 status => Err(status),
+            }
+        }
+    }
+
+    /// Waits until the backend has computed all that it was given.
+    pub(crate) fn synchronize(&self) {
+        self.wait_for(&lock(&self.backend));
+    }
+
+    /// The same for a backend that the caller has the lock of.
+    fn wait_for(&self, backend: &Backend) {
+        let raw = backend.raw.as_ptr();
+        // SAFETY: the backend exists, and the caller has it alone.
+        unsafe {
+            if let Some(synchronize) = (*raw).iface.synchronize {
+                self.waits.fetch_add(1, Ordering::Relaxed);
+                synchronize(raw);
             }
         }
     }

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::path::Path;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tracing::info;
 use vgpu_engine::work::Speed;
-use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+use vgpu_engine::{Engine, EngineError, FallbackUse, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
@@ -17,7 +18,8 @@ use crate::device::{Backend, BackendDevice, Failures};
 use crate::library::{DeviceInfo, Library};
 use crate::loader::LibraryError;
 use crate::memory::{Allocator, allocation_size};
-use crate::placement::{Placed, Placement};
+use crate::pace::Paces;
+use crate::placement::{Placed, Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
@@ -114,6 +116,10 @@ impl GgmlEngine {
         );
         let total = memory.map_or(total, |memory| memory.min(total));
         let allocator = Arc::new(Allocator::new(library.functions(), buft, total));
+        let speed = match is_cpu {
+            true => fallback.speed(),
+            false => SPEED,
+        };
         Ok(GgmlEngine {
             description,
             allocator: Arc::clone(&allocator),
@@ -127,6 +133,10 @@ impl GgmlEngine {
                 failures: Failures::default(),
                 name: name.clone(),
                 placement: Placement::default(),
+                used: RunCounts::default(),
+                speed,
+                paces: Paces::default(),
+                waits: AtomicU64::new(0),
             }),
             name: format!("ggml:{name}"),
             fallback,
@@ -137,6 +147,11 @@ impl GgmlEngine {
     /// graphs so far. By the operator's name in ggml.
     pub fn placement(&self) -> BTreeMap<&'static str, Placed> {
         self.device.placement.by_operator()
+    }
+
+    /// How often a run has waited for the backend so far (`ggml_backend_synchronize`).
+    pub fn waits(&self) -> u64 {
+        self.device.waits.load(Ordering::Relaxed)
     }
 }
 
@@ -168,10 +183,7 @@ impl Engine for GgmlEngine {
     }
 
     fn speed(&self) -> Speed {
-        match self.device.is_cpu {
-            true => self.fallback.speed(),
-            false => SPEED,
-        }
+        self.device.speed
     }
 
     fn speed_of(&self, _: &Graph, node: &Node) -> Speed {
@@ -181,6 +193,10 @@ impl Engine for GgmlEngine {
             // Which of the others the device leaves to the fallback is known at compilation only.
             _ => self.speed().slower(self.fallback.speed()),
         }
+    }
+
+    fn fallback_use(&self) -> Option<FallbackUse> {
+        Some(self.device.used.read())
     }
 
     fn max_node_time(&self) -> Duration {
@@ -205,7 +221,7 @@ impl Engine for GgmlEngine {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
-        let (device, fallback) = (Arc::clone(&self.device), &*self.fallback);
+        let (device, fallback) = (Arc::clone(&self.device), Arc::clone(&self.fallback));
         let plan = GgmlPlan::compile(device, fallback, graph.graph(), buffers, is_cancelled)?;
         Ok(Box::new(plan))
     }

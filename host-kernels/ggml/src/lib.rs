@@ -6,7 +6,8 @@
 //! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
 //!   graph that the backend gets. `device`: a device of the backend.
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
-//!   `placement`: how many nodes went where.
+//!   `placement`: how many nodes went where, and how long they took.
+//! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for.
 //! - [`GgmlEngine`]: the engine.
 //!
 //! A backend of ggml ends the process if a tensor has content that the backend does not expect,
@@ -15,10 +16,12 @@
 
 mod device;
 mod engine;
+mod flight;
 mod ids;
 pub mod library;
 mod loader;
 mod memory;
+mod pace;
 mod params;
 mod placement;
 mod plan;

@@ -1,11 +1,11 @@
-//! A compiled graph: graphs for the device, and between them single nodes for another engine.
+//! A compiled graph: nodes for the device, and between them single nodes for another engine.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use vgpu_engine::{
-    Cancellation, DeviceMemory, Engine, EngineError, Memory, Plan, RunError, RunStatus, SingleNode,
-    Turn, work,
+    ALLOCATION_BYTES, Cancellation, DeviceMemory, Engine, EngineError, Memory, Plan, PlannedNode,
+    RunError, RunStatus, SingleNode, Turn, work,
 };
 use vgpu_ggml_abi as abi;
 use vgpu_ggml_abi::versions::{Since, Version};
@@ -13,30 +13,47 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{
     Graph as IrGraph, GraphCounts, Node, Op, OpKind, Precision, Shape, Tensor, Type,
 };
+use vgpu_transport::lock::lock;
 
 use crate::device::BackendDevice;
+use crate::flight::{Flight, Landing};
 use crate::memory::GgmlMemory;
+use crate::pace::{Growth, Known, Pace, Piece};
 use crate::params;
-use crate::tensors::{Arena, Graph, compute, view};
+use crate::tensors::{Arena, Graph, compute, numbers, view};
 
-/// A graph for the device ends after so much work by estimate, so that a turn can end there.
-const MAX_SPLIT: Duration = Duration::from_millis(5);
+/// The most tensors of a node: its result and its sources.
+const MAX_TENSORS: usize = abi::GGML_MAX_SRC as usize + 1;
 
 /// Consecutive nodes that the device or another engine runs.
 enum Split {
-    /// The graph, and the index of its first node.
-    Device(Graph, usize),
+    /// The nodes of the device before this one, from where the last split ended.
+    Device(usize),
+    /// A node of another engine, before its memory is allocated.
+    Planned(Box<PlannedNode>),
     Other(Box<SingleNode>),
 }
 
 /// A compiled graph.
 pub(crate) struct GgmlPlan {
     device: Arc<BackendDevice>,
+    fallback: Arc<dyn Engine>,
     buffers: Vec<Arc<dyn Memory>>,
     splits: Vec<Split>,
-    /// The split that the next launch begins with.
-    next: usize,
-    /// The tensors that the splits refer to.
+    /// The nodes of the device, and their indices in the guest's graph.
+    graph: Graph,
+    places: Box<[u32]>,
+    /// The seconds that they take by estimate.
+    estimates: Box<[f32]>,
+    pace: Arc<Mutex<Pace>>,
+    /// The pieces of the last run, and the number of the first one's graph.
+    numbered: Option<(Arc<[Piece]>, u64)>,
+    /// The split that the next launch begins with, and the node of the device.
+    next: (usize, usize),
+    /// The pieces of the present run that were measured, each alone.
+    measured: Vec<Piece>,
+    growth: Growth,
+    /// The tensors that the graph refers to.
     arena: Arena,
 }
 
@@ -45,12 +62,19 @@ pub(crate) struct GgmlPlan {
 unsafe impl Send for GgmlPlan {}
 
 /// The bytes that `compile` allocates for so many tensors and nodes, at most.
+/// [`GgmlPlan::allocate`] allocates the copies of nodes that the device lacks.
 pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     let tensor = size_of::<abi::ggml_tensor>() + 64;
-    // A node has a tensor of its own and, if it is a copy, another; and up to one graph.
-    let node = 2 * tensor + size_of::<abi::ggml_cgraph>() + size_of::<Split>() + 256;
+    // A node of the device has a tensor of its own and, if it is a copy, another; up to one graph;
+    // a place, an estimate and a measurement. A node of another engine has a graph of its own.
+    let of_device = 2 * tensor + size_of::<abi::ggml_cgraph>() + size_of::<Piece>() + 32;
+    let planned = size_of::<PlannedNode>()
+        + MAX_TENSORS * (size_of::<Tensor>() + 128)
+        + 2 * size_of::<Node>()
+        + 8 * ALLOCATION_BYTES;
+    let node = 2 * size_of::<Split>() + of_device.max(planned);
     let all = counts.tensors * (tensor + 16) + counts.nodes * node + counts.buffers * 32;
-    all as u64
+    (all + size_of::<GgmlPlan>() + 256) as u64
 }
 
 impl GgmlPlan {
@@ -61,7 +85,7 @@ impl GgmlPlan {
     /// node that the device lacks.
     pub(crate) fn compile(
         device: Arc<BackendDevice>,
-        fallback: &dyn Engine,
+        fallback: Arc<dyn Engine>,
         graph: &IrGraph,
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
@@ -78,9 +102,10 @@ impl GgmlPlan {
             // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
             present.push(arena.keep(unsafe { view(tensor, memory.whole()) }));
         }
-        let (mut splits, mut nodes, mut first) = (Vec::new(), Vec::new(), 0);
-        let mut time = Duration::ZERO;
-        let speed = fallback.speed();
+        let (mut splits, mut nodes) = (Vec::new(), Vec::new());
+        let (mut places, mut estimates) = (Vec::new(), Vec::new());
+        let mut key = device.paces.key();
+        let mut end = 0;
         for (at, node) in graph.nodes.iter().enumerate() {
             cancellation.check(at)?;
             if graph.dst(node).shape.is_empty() {
@@ -89,39 +114,201 @@ impl GgmlPlan {
             let kept = arena.len();
             // SAFETY: `present` has tensors of this arena, whose memory the plan keeps alive.
             let dst = unsafe { encode(&device, graph, node, &memory, &present, &mut arena) };
-            let is_on_device = dst.is_some();
-            { &device.placement }.note(&node.op, &device.name, is_on_device);
+            { &device.placement }.note(&node.op, &device.name, dst.is_some());
             let Some(dst) = dst else {
                 arena.truncate(kept);
-                flush(&mut splits, &mut nodes, first);
-                let other = SingleNode::compile(fallback, graph, at)?;
-                splits.push(Split::Other(Box::new(other)));
+                if nodes.len() > end {
+                    end = nodes.len();
+                    splits.push(Split::Device(end));
+                }
+                key.other();
+                let other = PlannedNode::new(&*fallback, graph, at)?;
+                splits.push(Split::Planned(Box::new(other)));
                 continue;
             };
-            if nodes.is_empty() {
-                (first, time) = (at, Duration::ZERO);
-            }
             present[node.dst as usize] = dst;
             nodes.push(dst);
-            time += work::of(graph, node).time(&speed);
-            if time > MAX_SPLIT {
-                flush(&mut splits, &mut nodes, first);
-            }
+            places.push(at as u32);
+            let estimate = work::of(graph, node).time(&device.speed).as_secs_f32();
+            let first = graph.src(node, 0).map_or(0, |first| first.shape.ty as u32);
+            key.node(node.op.kind().ggml_name(), first, estimate);
+            estimates.push(estimate);
         }
-        flush(&mut splits, &mut nodes, first);
+        if nodes.len() > end {
+            splits.push(Split::Device(nodes.len()));
+        }
+        let pace = device.paces.of(&key, nodes.len());
+        let is_measured = !matches!(lock(&pace).known(), Known::Pieces(..));
         Ok(GgmlPlan {
             device,
+            fallback,
             buffers: buffers.to_vec(),
             splits,
-            next: 0,
+            measured: Vec::with_capacity(if is_measured { nodes.len() } else { 0 }),
+            graph: Graph::new(nodes),
+            places: places.into(),
+            estimates: estimates.into(),
+            pace,
+            numbered: None,
+            next: (0, 0),
+            growth: Growth::new(),
             arena,
         })
     }
-}
 
-fn flush(splits: &mut Vec<Split>, nodes: &mut Vec<*mut abi::ggml_tensor>, first: usize) {
-    if !nodes.is_empty() {
-        splits.push(Split::Device(Graph::new(std::mem::take(nodes)), first));
+    /// Makes the next launch begin a new run.
+    fn rewind(&mut self) {
+        self.next = (0, 0);
+        self.measured.clear();
+        self.growth = Growth::new();
+    }
+
+    /// The next piece of a split that ends with node `end`, as far as `known` says: how many nodes,
+    /// and how long they take. Its graph has this number.
+    fn piece(&mut self, end: usize, known: &Known) -> (Piece, u64) {
+        let begin = self.next.1;
+        let of = |pieces: &[Piece]| {
+            let at = pieces.partition_point(|piece| piece.end <= begin);
+            let starts = at.checked_sub(1).map_or(0, |before| pieces[before].end);
+            let piece = pieces.get(at).filter(|piece| piece.end <= end).copied();
+            (at, starts == begin, piece)
+        };
+        let found = match known {
+            Known::Nothing => None,
+            Known::Ends(pieces) | Known::Pieces(pieces, _) => Some((of(pieces), pieces)),
+        };
+        let Some(((at, is_whole, Some(piece)), pieces)) = found else {
+            let nodes = self.growth.nodes(&self.estimates[begin..end]);
+            let piece = Piece {
+                end: begin + nodes,
+                time: Duration::ZERO,
+                is_last: begin + nodes == end,
+            };
+            return (piece, numbers(1));
+        };
+        let first = match &self.numbered {
+            Some((numbered, first)) if Arc::ptr_eq(numbered, pieces) => *first,
+            _ => {
+                let first = numbers(pieces.len());
+                self.numbered = Some((Arc::clone(pieces), first));
+                first
+            }
+        };
+        // The pieces were made anew since this run has yielded.
+        let number = if is_whole {
+            first + at as u64
+        } else {
+            numbers(1)
+        };
+        (piece, number)
+    }
+
+    /// Runs nodes of the device up to `end`, until `turn` is over.
+    ///
+    /// # Errors
+    /// [`RunError::Kernel`] with what the backend says.
+    fn run_device(
+        &mut self,
+        end: usize,
+        known: &Known,
+        turn: &Turn,
+        flight: &mut Flight<'_>,
+    ) -> Result<RunStatus, RunError> {
+        let is_end = self.next.0 + 1 == self.splits.len();
+        while self.next.1 < end {
+            let begin = self.next.1;
+            let (piece, number) = self.piece(end, known);
+            if let Known::Pieces(_, correction) = known {
+                flight.keep_back(*correction, turn);
+                if flight.pieces() > 0 && turn.is_over() {
+                    return Ok(RunStatus::Yielded);
+                }
+                if flight.is_long() {
+                    self.observe(flight.land());
+                }
+            }
+            let graph = self.graph.part(begin..piece.end, number, flight.pieces());
+            // SAFETY: the plan keeps the tensors and the buffers, and the graph does not change
+            // before it has landed: each piece of a flight has another one. The caller lets nothing
+            // access the buffers during a run: the contract of `Memory`. `launch` lands before it
+            // returns.
+            let submitted = unsafe { flight.submit(graph, piece.time) };
+            submitted.map_err(|status| RunError::Kernel {
+                node: self.places[begin] as usize,
+                op: "",
+                message: format!("the backend of ggml returned status {status}"),
+            })?;
+            self.device.used.device_got(piece.end - begin);
+            self.next.1 = piece.end;
+            if !matches!(known, Known::Pieces(..)) {
+                // The time of a piece is measured alone.
+                let took = flight.land().map_or(Duration::ZERO, |it| it.took);
+                self.growth.learn(piece.end - begin, took);
+                self.measured.push(Piece {
+                    time: took,
+                    ..piece
+                });
+            }
+            if (piece.end < end || !is_end) && turn.is_over() {
+                return Ok(RunStatus::Yielded);
+            }
+        }
+        Ok(RunStatus::Done)
+    }
+
+    /// Learns from pieces that have landed.
+    fn observe(&self, landing: Option<Landing>) {
+        if let Some(Landing {
+            took,
+            predicted,
+            is_late,
+        }) = landing
+        {
+            lock(&self.pace).observe(predicted, took, is_late);
+        }
+    }
+
+    /// Runs the splits from where the last launch has ended, until `turn` is over.
+    ///
+    /// # Errors
+    /// As for [`Plan::launch`].
+    fn go_on(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        let device = Arc::clone(&self.device);
+        let known = lock(&self.pace).known();
+        let mut flight = Flight::new(&device);
+        while let Some(split) = self.splits.get_mut(self.next.0) {
+            let status = match split {
+                Split::Device(end) => {
+                    let end = *end;
+                    self.run_device(end, &known, turn, &mut flight)?
+                }
+                Split::Planned(_) => unreachable!("`launch` has allocated all"),
+                Split::Other(node) => {
+                    let landing = flight.land();
+                    let begin = Instant::now();
+                    let outcome = node.run(&mut Buffers(&self.buffers), turn);
+                    let has_ended = outcome == Ok(RunStatus::Done);
+                    device.used.other_ran(begin.elapsed(), has_ended);
+                    self.observe(landing);
+                    outcome?
+                }
+            };
+            if status == RunStatus::Yielded {
+                self.observe(flight.land());
+                return Ok(RunStatus::Yielded);
+            }
+            self.next.0 += 1;
+            if self.next.0 < self.splits.len() && turn.is_over() {
+                self.observe(flight.land());
+                return Ok(RunStatus::Yielded);
+            }
+        }
+        self.observe(flight.land());
+        let measured = self.measured.last().map_or(0, |piece| piece.end);
+        if measured > 0 && measured == self.graph.len() {
+            lock(&self.pace).learn(&self.measured);
+        }
+        Ok(RunStatus::Done)
     }
 }
 
@@ -327,48 +514,51 @@ impl DeviceMemory for Buffers<'_> {
 
 impl Plan for GgmlPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
-        let begin = std::mem::take(&mut self.next);
-        let count = self.splits.len();
-        for (at, split) in self.splits.iter_mut().enumerate().skip(begin) {
-            match split {
-                Split::Device(graph, first) => {
-                    // SAFETY: the plan keeps the tensors and the buffers. The caller lets nothing
-                    // access them during a run: the contract of `Memory`.
-                    let computed = unsafe { self.device.compute(graph) };
-                    computed.map_err(|status| RunError::Kernel {
-                        node: *first,
-                        op: "",
-                        message: format!("the backend of ggml returned status {status}"),
-                    })?;
-                }
-                Split::Other(node) => {
-                    if node.run(&mut Buffers(&self.buffers), turn)? == RunStatus::Yielded {
-                        self.next = at;
-                        return Ok(RunStatus::Yielded);
-                    }
-                }
-            }
-            if at + 1 < count && turn.is_over() {
-                self.next = at + 1;
-                return Ok(RunStatus::Yielded);
-            }
+        self.allocate().map_err(|error| match error {
+            EngineError::OutOfMemory { wanted, .. } => RunError::OutOfMemory { wanted },
+            error => RunError::Kernel {
+                node: 0,
+                op: "",
+                message: error.to_string(),
+            },
+        })?;
+        let outcome = self.go_on(turn);
+        if outcome != Ok(RunStatus::Yielded) {
+            self.rewind();
         }
-        Ok(RunStatus::Done)
+        outcome
     }
 
     fn plan_bytes(&self) -> u64 {
         let splits = self.splits.iter().map(|split| match split {
-            Split::Device(graph, _) => graph.bytes(),
+            Split::Device(_) => 0,
+            Split::Planned(node) => {
+                let allocated = node.allocated_bytes(&*self.fallback) + size_of::<SingleNode>();
+                allocated.max(size_of::<PlannedNode>() + node.own_bytes())
+            }
             Split::Other(node) => size_of::<SingleNode>() + node.bytes(),
         });
         let own = self.splits.capacity() * size_of::<Split>()
-            + self.buffers.capacity() * size_of::<Arc<dyn Memory>>();
-        (splits.sum::<usize>() + own + self.arena.bytes() + size_of::<GgmlPlan>()) as u64
+            + self.buffers.capacity() * size_of::<Arc<dyn Memory>>()
+            + self.measured.capacity() * size_of::<Piece>()
+            + size_of_val(&*self.places)
+            + size_of_val(&*self.estimates);
+        let graph = self.graph.bytes() + self.arena.bytes();
+        (splits.sum::<usize>() + own + graph + size_of::<GgmlPlan>()) as u64
+    }
+
+    fn allocate(&mut self) -> Result<(), EngineError> {
+        for split in &mut self.splits {
+            if let Split::Planned(node) = split {
+                *split = Split::Other(Box::new(node.allocate(&*self.fallback)?));
+            }
+        }
+        Ok(())
     }
 
     fn working_bytes(&self) -> u64 {
         let others = self.splits.iter().filter_map(|split| match split {
-            Split::Device(..) => None,
+            Split::Device(_) | Split::Planned(_) => None,
             Split::Other(node) => Some(node.working_bytes()),
         });
         others.max().unwrap_or(0)

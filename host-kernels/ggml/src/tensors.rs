@@ -1,7 +1,8 @@
 //! The tensors and graphs that a backend gets. The structures are ggml's own, in memory of the
-//! engine: a backend reads them during a call and keeps no pointer to them.
+//! engine: a backend reads them until it has computed them, and keeps no pointer to them.
 
 use std::ffi::{c_int, c_void};
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -109,9 +110,13 @@ pub(crate) fn compute(
     }
 }
 
-/// A graph for one call of a backend, made of tensors of an [`Arena`].
+/// The most graphs of a [`Graph`] that a backend has at a time.
+pub(crate) const MAX_PARTS: usize = 32;
+
+/// Nodes, made of tensors of an [`Arena`], of which a backend gets some at a time.
 pub(crate) struct Graph {
-    graph: Box<abi::ggml_cgraph>,
+    /// What the backend gets. It may read one until it has computed it.
+    parts: Box<[abi::ggml_cgraph]>,
     nodes: Box<[*mut abi::ggml_tensor]>,
     /// An empty set of tensors: nothing is known of how often a tensor is used.
     _use_counts: Box<[i32; 1]>,
@@ -123,20 +128,24 @@ pub(crate) struct Graph {
 // own memory. Both move between threads with the plan.
 unsafe impl Send for Graph {}
 
+/// `count` numbers for graphs, of which this is the first: a backend may take graphs with the same
+/// number for the same. ggml's own graphs, which count from 1, do not reach them.
+pub(crate) fn numbers(count: usize) -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 48);
+    NEXT.fetch_add(count as u64, Ordering::Relaxed)
+}
+
 impl Graph {
     /// A graph of these nodes, in this order.
     pub(crate) fn new(nodes: Vec<*mut abi::ggml_tensor>) -> Graph {
-        // Numbers that ggml's own graphs, which count from 1, do not reach.
-        static NEXT: AtomicU64 = AtomicU64::new(1 << 48);
-        let mut nodes = nodes.into_boxed_slice();
         let mut use_counts = Box::new([0]);
         let mut used = Box::new([0]);
         let mut keys = Box::new([ptr::null_mut()]);
-        let graph = Box::new(abi::ggml_cgraph {
-            size: nodes.len() as c_int,
-            n_nodes: nodes.len() as c_int,
+        let mut part = || abi::ggml_cgraph {
+            size: 0,
+            n_nodes: 0,
             n_leafs: 0,
-            nodes: nodes.as_mut_ptr(),
+            nodes: ptr::null_mut(),
             grads: ptr::null_mut(),
             grad_accs: ptr::null_mut(),
             leafs: ptr::null_mut(),
@@ -147,24 +156,41 @@ impl Graph {
                 keys: keys.as_mut_ptr(),
             },
             order: 0,
-            uid: NEXT.fetch_add(1, Ordering::Relaxed),
-        });
+            uid: 0,
+        };
         Graph {
-            graph,
-            nodes,
+            parts: (0..nodes.len().min(MAX_PARTS)).map(|_| part()).collect(),
+            nodes: nodes.into_boxed_slice(),
             _use_counts: use_counts,
             _used: used,
             _keys: keys,
         }
     }
 
-    /// For a call of a backend.
-    pub(crate) fn as_mut_ptr(&mut self) -> *mut abi::ggml_cgraph {
-        &raw mut *self.graph
+    /// How many nodes there are.
+    pub(crate) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// These nodes as a graph with this number, for a call of a backend, which has `before` graphs
+    /// of this object: fewer than [`MAX_PARTS`].
+    pub(crate) fn part(
+        &mut self,
+        nodes: Range<usize>,
+        number: u64,
+        before: usize,
+    ) -> *mut abi::ggml_cgraph {
+        let nodes = &mut self.nodes[nodes];
+        let part = &mut self.parts[before];
+        part.size = nodes.len() as c_int;
+        part.n_nodes = nodes.len() as c_int;
+        part.nodes = nodes.as_mut_ptr();
+        part.uid = number;
+        ptr::from_mut(part)
     }
 
     /// Bytes of host memory.
     pub(crate) fn bytes(&self) -> usize {
-        size_of::<abi::ggml_cgraph>() + size_of_val(&*self.nodes) + 5 * 16 + 16
+        size_of_val(&*self.parts) + size_of_val(&*self.nodes) + 5 * 16 + 16
     }
 }

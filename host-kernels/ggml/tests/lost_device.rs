@@ -1,14 +1,14 @@
 //! Devices that fail every graph: as one that was unplugged or reset, and to see which nodes it
 //! gets.
 
+#[path = "../../../tests/common/changed_backend.rs"]
+mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
-#[path = "../../../tests/common/failing_backend.rs"]
-mod failing_backend;
 
 use std::sync::Arc;
 
-use failing_backend::{failing_backend, greedy_backend};
+use changed_backend::{Changes, changed_backend};
 use vgpu_check::Outcome;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
@@ -17,8 +17,11 @@ use vgpu_ggml::GgmlEngine;
 #[test]
 fn every_graph_of_a_lost_device_is_an_error_and_the_engine_says_so() {
     let folder = tempfile::tempdir().unwrap();
-    let end = "return GGML_STATUS_FAILED;";
-    let path = failing_backend(&common::cached(""), folder.path(), end);
+    let changes = Changes {
+        end: "return GGML_STATUS_FAILED;",
+        ..Changes::default()
+    };
+    let path = changed_backend(&common::cached(""), folder.path(), &changes);
     let cpu = || Arc::new(CpuEngine::new(2, None).unwrap());
     let engine = GgmlEngine::start(&path, None, 2, None, cpu()).unwrap();
     assert_eq!(engine.fatal_error(), None);
@@ -44,8 +47,12 @@ fn every_graph_of_a_lost_device_is_an_error_and_the_engine_says_so() {
 #[test]
 fn results_that_want_more_memory_than_their_elements_are_computed_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
-    let end = "return GGML_STATUS_FAILED;";
-    let path = greedy_backend(&common::cached(""), folder.path(), end, "GGML_OP_CUMSUM");
+    let changes = Changes {
+        end: "return GGML_STATUS_FAILED;",
+        greedy: "GGML_OP_CUMSUM",
+        ..Changes::default()
+    };
+    let path = changed_backend(&common::cached(""), folder.path(), &changes);
     let cpu = || Arc::new(CpuEngine::new(2, None).unwrap());
     let engine = GgmlEngine::start(&path, None, 2, None, cpu()).unwrap();
     for (op, is_on_device) in [("CUMSUM", false), ("ADD", true)] {

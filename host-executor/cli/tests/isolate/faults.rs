@@ -6,8 +6,8 @@ use std::time::Instant;
 use rustix::process::{Signal, kill_process};
 use vgpu_transport::wire::{GraphId, Request};
 
+use crate::changed_backend::{Changes, changed_backend};
 use crate::common::{TIMEOUT, add, bytes};
-use crate::failing_backend::failing_backend;
 use crate::served::workers::{guest, workers};
 use crate::served::{Scratch, Serve};
 use crate::{compute, ggml};
@@ -76,7 +76,11 @@ fn crashed_worker_does_not_affect_other_workers() {
 #[test]
 fn engine_that_aborts_ends_the_session_of_its_guest_only() {
     let scratch = Scratch::new("isolate-abort");
-    let library = failing_backend(&ggml::cached(""), scratch.path(), "abort();");
+    let changes = Changes {
+        end: "abort();",
+        ..Changes::default()
+    };
+    let library = changed_backend(&ggml::cached(""), scratch.path(), &changes);
     let engine = format!("--engine=ggml:{}", library.display());
     let serve = Serve::start(
         &scratch.socket(),

@@ -1,9 +1,9 @@
 //! `vgpu serve --isolate`: a fault in the process of one guest affects no other guest.
 
+#[path = "../../../../tests/common/changed_backend.rs"]
+mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
-#[path = "../../../../tests/common/failing_backend.rs"]
-mod failing_backend;
 mod faults;
 #[path = "../../../../tests/common/mod.rs"]
 mod ggml;

@@ -1,5 +1,5 @@
-//! A backend of ggml that fails at every graph: ggml's CPU backend with another `graph_compute`,
-//! and with results that want more memory than their elements.
+//! ggml's CPU backend with changes: one that fails at every graph, one whose results want more
+//! memory than their elements, and one that computes like a GPU: later, and in a time that is known.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,8 @@ const SOURCES: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
 const SOURCE: &str = r"
 #include <dlfcn.h>
 #include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
 #include <ggml-backend-impl.h>
 
 static ggml_backend_reg_t real;
@@ -28,11 +30,37 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_
     return ggml_nbytes(tensor) + (tensor->op == GREEDY ? 4 : 0);
 }
 
+static enum ggml_status (*compute)(ggml_backend_t, struct ggml_cgraph *);
+static double idle_at;
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+static enum ggml_status compute_later(ggml_backend_t backend, struct ggml_cgraph *graph) {
+    enum ggml_status status = compute(backend, graph);
+    double begin = now();
+    idle_at = (idle_at < begin ? begin : idle_at) + 1e-6 * NODE_TIME * ggml_graph_n_nodes(graph);
+    return status;
+}
+
+static void synchronize(ggml_backend_t backend) {
+    for (double left = idle_at - now(); left > 0; left = idle_at - now()) {
+        usleep(1 + 1e6 * left);
+    }
+}
+
+static enum ggml_backend_dev_type get_type(ggml_backend_dev_t dev) { return TYPE; }
+
 static enum ggml_status fail(ggml_backend_t backend, struct ggml_cgraph *graph) { END }
 
 static ggml_backend_t init(ggml_backend_dev_t dev, const char *params) {
     ggml_backend_t backend = init_backend(dev, params);
+    compute = backend->iface.graph_compute;
     backend->iface.graph_compute = fail;
+    backend->iface.synchronize = NODE_TIME ? synchronize : backend->iface.synchronize;
     return backend;
 }
 
@@ -49,19 +77,38 @@ ggml_backend_reg_t ggml_backend_init(void) {
     buffer_type = *device.iface.get_buffer_type(&device);
     buffer_type.iface.get_alloc_size = get_alloc_size;
     device.iface.get_buffer_type = get_buffer_type;
+    device.iface.get_type = get_type;
     reg.iface.get_device = get_device;
     return &reg;
 }
 ";
 
-/// Compiles the backend in `folder`. `cache` is the folder of `cargo xtask setup`. `end` is what C
-/// code does instead of computing a graph.
-pub(crate) fn failing_backend(cache: &Path, folder: &Path, end: &str) -> PathBuf {
-    greedy_backend(cache, folder, end, "GGML_OP_COUNT")
+/// What of the backend is changed.
+pub(crate) struct Changes<'a> {
+    /// What C code does instead of computing a graph: `return compute_later(backend, graph);` for a
+    /// device with a `node_time`.
+    pub(crate) end: &'a str,
+    /// The operator whose results want four bytes more than their elements have.
+    pub(crate) greedy: &'a str,
+    /// What a node takes, in microseconds of a device that computes after the call. 0: as it is.
+    pub(crate) node_time: u32,
+    /// `enum ggml_backend_dev_type` of the device.
+    pub(crate) kind: &'a str,
 }
 
-/// The same, and a result of the operator `greedy` wants four bytes more than its elements have.
-pub(crate) fn greedy_backend(cache: &Path, folder: &Path, end: &str, greedy: &str) -> PathBuf {
+impl Default for Changes<'_> {
+    fn default() -> Self {
+        Changes {
+            end: "return compute(backend, graph);",
+            greedy: "GGML_OP_COUNT",
+            node_time: 0,
+            kind: "GGML_BACKEND_DEVICE_TYPE_CPU",
+        }
+    }
+}
+
+/// Compiles the backend with these changes in `folder`. `cache` is the folder of `cargo xtask setup`.
+pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>) -> PathBuf {
     let build = cache.join(BUILD).canonicalize();
     let build = build.expect("`cargo xtask setup` makes it");
     let sources = cache.join(SOURCES);
@@ -70,7 +117,12 @@ pub(crate) fn greedy_backend(cache: &Path, folder: &Path, end: &str, greedy: &st
         .args(["-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o"])
         .arg(&file)
         .args(["include", "src"].map(|name| format!("-I{}", sources.join(name).display())))
-        .args([format!("-DEND={end}"), format!("-DGREEDY={greedy}")])
+        .args([
+            format!("-DEND={}", changes.end),
+            format!("-DGREEDY={}", changes.greedy),
+            format!("-DNODE_TIME={}", changes.node_time),
+            format!("-DTYPE={}", changes.kind),
+        ])
         .arg(format!(
             "-DREAL=\"{}\"",
             build.join("libggml-cpu.so").display()
