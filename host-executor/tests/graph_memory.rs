@@ -2,6 +2,9 @@
 
 mod common;
 
+use std::sync::{Arc, mpsc};
+
+use common::scripted_engine::{Act, ScriptedEngine};
 use common::{Build, Guest, Host, MEMORY, add, cpu, image};
 use vgpu_engine::Engine;
 use vgpu_transport::ir::{BufferId, Graph, GraphCounts, IR_VERSION};
@@ -103,6 +106,26 @@ fn graphs_are_charged_and_given_back() {
     drop(guest);
     host.wait_until_empty();
     assert_eq!(host.engine.memory().free, MEMORY);
+}
+
+#[test]
+fn copies_of_a_plan_are_charged_before_they_are_allocated() {
+    let engine = ScriptedEngine::new();
+    let host = Host::new(Arc::clone(&engine) as Arc<dyn Engine>);
+    let mut guest = host.guest();
+    let buffer = guest.alloc(4096);
+    let (allocated, allocations) = mpsc::channel();
+    engine.next(Act::Copies(2 * MEMORY, allocated.clone()));
+    guest.graph(GraphId(1), &sums(buffer, 1));
+    let reason = failure(&mut guest);
+    assert!(reason.contains("out of memory"), "{reason}");
+    assert!(allocations.try_recv().is_err(), "memory was allocated");
+    let before = free(&mut guest);
+    engine.next(Act::Copies(MEMORY / 2, allocated));
+    guest.graph(GraphId(2), &sums(buffer, 1));
+    let charged = before - free(&mut guest);
+    assert!(charged >= MEMORY / 2, "{charged}");
+    assert!(allocations.try_recv().is_ok());
 }
 
 #[test]

@@ -27,8 +27,9 @@ pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use list::EngineList;
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 
-/// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what
-/// the machine or its control group has) apply to the CPU engine, and to a backend of ggml.
+/// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates for guests;
+/// `None`: what the machine or its control group has) apply to the CPU engine, and to a backend of
+/// ggml.
 ///
 /// Five environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
 /// launch of a persistent kernel, `VGPU_CUDA_BATCH=on` runs graphs of several guests as one batch,
@@ -124,7 +125,9 @@ fn start_ggml(
     threads: Threads,
     memory: Option<u64>,
 ) -> Result<Arc<dyn Engine>, StartError> {
-    let fallback = start(&EngineKind::Cpu, threads, memory)?;
+    // `memory` is for the buffers of guests. The CPU engine has copies of tensors only, which count
+    // as plans do: for an engine of host memory within `memory`, otherwise as memory of the host.
+    let fallback = start(&EngineKind::Cpu, threads, None)?;
     let GgmlBackend { path, device } = backend;
     let engine =
         vgpu_ggml::GgmlEngine::start(path, device.as_deref(), threads.count, memory, fallback)?;

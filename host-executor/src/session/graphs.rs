@@ -646,7 +646,14 @@ fn compile(
             Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
         };
     }
-    charge.shrink(needed);
+    // Copies of tensors are allocated when they are charged.
+    if let Ok(of_graph) = &mut plan
+        && let Err(error) = of_graph.allocate()
+    {
+        plan = Err(error);
+    }
+    let kept = plan.as_ref().map_or(0, |plan| plan.plan_bytes()) + table;
+    charge.shrink(needed.min(kept));
     let mut charges = vec![charge];
     match plan.as_ref().map_or(0, |plan| plan.device_bytes()) {
         0 => {}

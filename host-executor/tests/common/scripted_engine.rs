@@ -27,6 +27,8 @@ pub(crate) enum Act {
     KernelPanics,
     /// Sends a message when the plan runs, and waits for a message before the plan continues.
     Waits(Sender<()>, Receiver<()>),
+    /// Has copies of so many bytes. Says when they are allocated.
+    Copies(u64, Sender<()>),
     /// As `Waits`. The plan is then in flight. When the host waits for the plan, the plan sets its
     /// first buffer to 9, or fails.
     Launches {
@@ -137,7 +139,17 @@ struct ScriptedPlan(Act, Vec<Arc<dyn Memory>>);
 
 impl Plan for ScriptedPlan {
     fn plan_bytes(&self) -> u64 {
-        size_of::<ScriptedPlan>() as u64
+        match self.0 {
+            Act::Copies(bytes, _) => bytes,
+            _ => size_of::<ScriptedPlan>() as u64,
+        }
+    }
+
+    fn allocate(&mut self) -> Result<(), EngineError> {
+        if let Act::Copies(_, allocated) = &self.0 {
+            allocated.send(()).expect("the test listens");
+        }
+        Ok(())
     }
 
     fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
