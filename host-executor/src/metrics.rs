@@ -12,7 +12,8 @@ use vgpu_transport::wire::ProtocolVersion;
 use crate::histogram::Distribution;
 use crate::process_figures::{self, ProcessFigure};
 use crate::status::{
-    EngineStatus, GpuStatus, GuestStatus, SessionStatus, Status, StatusHandle, TenantLatency, Usage,
+    EngineStatus, FallbackStatus, GpuStatus, GuestStatus, SessionStatus, Status, StatusHandle,
+    TenantLatency, Usage,
 };
 
 /// The media type of what [`render`] returns.
@@ -257,6 +258,44 @@ fn engine_figures(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::
             encode_number(family.encode_family(&labels)?, kind, figure(engine))?;
         }
     }
+    fallback_figures(encoder, status)
+}
+
+/// A counter of where nodes ran: its name, its help text, and its values for the device and for the
+/// CPU engine.
+type FallbackFigure = (&'static str, &'static str, fn(&FallbackStatus) -> [f64; 2]);
+
+const FALLBACK_FIGURES: [FallbackFigure; 2] = [
+    (
+        "vgpu_engine_nodes",
+        "Nodes that ran on the device of the engine, and on the CPU engine in its place",
+        |it| [it.device_nodes as f64, it.cpu_nodes as f64],
+    ),
+    (
+        "vgpu_engine_node_seconds",
+        "How long the device of the engine had work, and the CPU engine in its place",
+        |it| [it.device_seconds, it.cpu_seconds],
+    ),
+];
+
+/// The figures of engines that leave nodes to the CPU engine and count them.
+fn fallback_figures(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {
+    let engines = || {
+        let engines = status.engines();
+        engines.filter_map(|engine| Some((engine.name.as_str(), engine.fallback.as_ref()?)))
+    };
+    if engines().next().is_none() {
+        return Ok(());
+    }
+    for (name, help, figure) in FALLBACK_FIGURES {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (engine, fallback) in engines() {
+            for (ran_on, value) in ["device", "cpu"].into_iter().zip(figure(fallback)) {
+                let labels = [("engine", engine), ("ran_on", ran_on)];
+                encode_number(family.encode_family(&labels)?, MetricType::Counter, value)?;
+            }
+        }
+    }
     Ok(())
 }
 
@@ -419,4 +458,77 @@ fn histogram(mut encoder: MetricEncoder<'_>, distribution: &Distribution) -> fmt
         count,
     } = distribution;
     encoder.encode_histogram::<[(&str, &str); 0]>(*sum, *count, buckets, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::status::{DrainStatus, Progress, SessionEnds, StatusSource};
+
+    /// An executor without guests.
+    struct Fixed(Status);
+
+    impl StatusSource for Fixed {
+        fn status(&self) -> Status {
+            self.0.clone()
+        }
+
+        fn latencies(&self) -> Vec<TenantLatency> {
+            Vec::new()
+        }
+
+        fn dump(&self) -> String {
+            String::new()
+        }
+
+        fn progress(&self) -> Progress {
+            Progress::Runs(String::new())
+        }
+
+        fn draining(&self) -> Option<DrainStatus> {
+            None
+        }
+    }
+
+    #[test]
+    fn nodes_of_the_cpu_engine_are_counted_for_engines_that_leave_some_to_it() {
+        let engine = |name: &str, fallback| EngineStatus {
+            name: name.into(),
+            fallback,
+            ..EngineStatus::default()
+        };
+        let fallback = FallbackStatus {
+            device_nodes: 969,
+            cpu_nodes: 31,
+            device_seconds: 6.5,
+            cpu_seconds: 2.0,
+        };
+        let render = |engine: EngineStatus| {
+            let status = Status {
+                version: "1".into(),
+                uptime: 1.0,
+                engine,
+                further_engines: Vec::new(),
+                guests: Vec::new(),
+                sessions: Vec::new(),
+                ended: SessionEnds::default(),
+                draining: None,
+            };
+            super::render(&StatusHandle::new(Arc::new(Fixed(status)))).unwrap()
+        };
+        let text = render(engine("ggml:Vulkan0", Some(fallback)));
+        for (name, ran_on, value) in [
+            ("nodes", "device", "969.0"),
+            ("nodes", "cpu", "31.0"),
+            ("node_seconds", "device", "6.5"),
+            ("node_seconds", "cpu", "2.0"),
+        ] {
+            let labels = format!("{{engine=\"ggml:Vulkan0\",ran_on=\"{ran_on}\"}}");
+            let line = format!("vgpu_engine_{name}_total{labels} {value}\n");
+            assert!(text.contains(&line), "{line} {text}");
+        }
+        assert!(!render(engine("cpu", None)).contains("vgpu_engine_node"));
+    }
 }

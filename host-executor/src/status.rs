@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use vgpu_engine::FallbackUse;
 
 use crate::histogram::{Distribution, add_seconds};
 use crate::policy::permits;
@@ -211,8 +212,64 @@ pub struct EngineStatus {
     /// What the engine has not come back from for long, if the watchdog finds that it hangs.
     #[serde(default)]
     pub hang: Option<String>,
+    /// What has run on the device, and what on the CPU engine in its place. `None`: the engine is
+    /// not one over a backend of ggml.
+    #[serde(default)]
+    pub fallback: Option<FallbackStatus>,
     /// The store of shared weights.
     pub weights: WeightsStatus,
+}
+
+/// What an engine has run on its device, and on the CPU engine in place of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct FallbackStatus {
+    /// Nodes that ran on the device.
+    pub device_nodes: u64,
+    /// Nodes that ran on the CPU engine.
+    pub cpu_nodes: u64,
+    /// Seconds that the device had work.
+    pub device_seconds: f64,
+    /// Seconds of the CPU engine, copies from and to the device included.
+    pub cpu_seconds: f64,
+}
+
+impl From<FallbackUse> for FallbackStatus {
+    fn from(used: FallbackUse) -> FallbackStatus {
+        FallbackStatus {
+            device_nodes: used.device_nodes,
+            cpu_nodes: used.other_nodes,
+            device_seconds: used.device_time.as_secs_f64(),
+            cpu_seconds: used.other_time.as_secs_f64(),
+        }
+    }
+}
+
+impl FallbackStatus {
+    /// The part of the nodes that ran on the CPU engine, 0 to 1. `None`: none has run.
+    pub fn cpu_nodes_ratio(&self) -> Option<f64> {
+        let nodes = self.device_nodes.saturating_add(self.cpu_nodes);
+        (nodes > 0).then(|| self.cpu_nodes as f64 / nodes as f64)
+    }
+
+    /// The part of the time that the CPU engine took, 0 to 1. `None`: nothing has run.
+    pub fn cpu_time_ratio(&self) -> Option<f64> {
+        let seconds = self.device_seconds + self.cpu_seconds;
+        (seconds > 0.0).then(|| self.cpu_seconds / seconds)
+    }
+
+    /// Adds the figures of another process.
+    pub(crate) fn add(&mut self, other: &FallbackStatus) {
+        let FallbackStatus {
+            device_nodes,
+            cpu_nodes,
+            device_seconds,
+            cpu_seconds,
+        } = other;
+        self.device_nodes = self.device_nodes.saturating_add(*device_nodes);
+        self.cpu_nodes = self.cpu_nodes.saturating_add(*cpu_nodes);
+        add_seconds(&mut self.device_seconds, *device_seconds);
+        add_seconds(&mut self.cpu_seconds, *cpu_seconds);
+    }
 }
 
 /// What NVML, the management library of NVIDIA's driver, says of a GPU. Other programs on the GPU

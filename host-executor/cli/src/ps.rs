@@ -8,7 +8,7 @@ use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
 use crate::control_client;
-use crate::units::{drain, duration, gpu_figures, gpu_name, mean_batch, size};
+use crate::units::{drain, duration, gpu_figures, gpu_name, mean_batch, on_cpu, size};
 
 /// Lists the guests and their connected programs.
 #[derive(Parser)]
@@ -50,6 +50,11 @@ fn table(status: &Status) -> String {
             0 => writeln!(text, ", up {}", duration(status.uptime)),
             _ => writeln!(text),
         };
+    }
+    for engine in status.engines() {
+        if let Some(on_cpu) = engine.fallback.as_ref().and_then(on_cpu) {
+            let _ = writeln!(text, "{}: on the engine cpu {on_cpu}", engine.name);
+        }
     }
     if let Some(gpu) = &status.engine.unused_gpu {
         let _ = writeln!(text, "warning: the GPU {gpu}");
@@ -123,4 +128,42 @@ fn table(status: &Status) -> String {
         );
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use vgpu_executor::status::{EngineStatus, FallbackStatus, SessionEnds};
+
+    use super::*;
+
+    #[test]
+    fn engine_that_leaves_nodes_to_the_cpu_engine_has_a_line_of_80_columns() {
+        let mut status = Status {
+            version: "1".into(),
+            uptime: 1.0,
+            engine: EngineStatus {
+                name: "ggml:Vulkan0".into(),
+                fallback: Some(FallbackStatus::default()),
+                ..EngineStatus::default()
+            },
+            further_engines: Vec::new(),
+            draining: None,
+            guests: Vec::new(),
+            sessions: Vec::new(),
+            ended: SessionEnds::default(),
+        };
+        assert!(!table(&status).contains("engine cpu"), "nothing has run");
+        status.engine.fallback = Some(FallbackStatus {
+            device_nodes: 969,
+            cpu_nodes: 31,
+            device_seconds: 6.0,
+            cpu_seconds: 2.0,
+        });
+        let text = table(&status);
+        let line = "ggml:Vulkan0: on the engine cpu 3.1 % of nodes, 25.0 % of time";
+        assert!(
+            text.lines().any(|it| it == line) && line.len() <= 80,
+            "{text}"
+        );
+    }
 }

@@ -1,7 +1,7 @@
 //! Sizes, durations and shares for tables.
 
 pub(crate) use vgpu_executor::size::shown as size;
-use vgpu_executor::status::{DrainStatus, GpuStatus};
+use vgpu_executor::status::{DrainStatus, FallbackStatus, GpuStatus};
 
 /// The name of a GPU: its address, once the driver has said it.
 pub(crate) fn gpu_name(gpu: &GpuStatus) -> String {
@@ -19,6 +19,14 @@ pub(crate) fn gpu_figures(gpu: &GpuStatus) -> String {
         known(gpu.temperature.map(|degrees| format!("{degrees} °C"))),
         known(gpu.power.map(|watts| format!("{watts:.0} W"))),
     )
+}
+
+/// How much of the nodes and of the time the CPU engine had. `None`: nothing has run.
+pub(crate) fn on_cpu(fallback: &FallbackStatus) -> Option<String> {
+    let nodes = fallback.cpu_nodes_ratio()?;
+    let time = fallback.cpu_time_ratio()?;
+    let [nodes, time] = [nodes, time].map(|ratio| format!("{:.1} %", 100.0 * ratio));
+    Some(format!("{nodes} of nodes, {time} of time"))
 }
 
 /// The mean size of a batch: the graphs of all turns, by turn. "-" before the first turn.
@@ -78,6 +86,19 @@ mod tests {
         assert_eq!(gpu_figures(&gpu), line);
         let none = gpu_figures(&GpuStatus::default());
         assert_eq!(none, "busy -, memory - of -, -, -");
+    }
+
+    #[test]
+    fn parts_of_the_cpu_engine_are_those_of_nodes_and_of_time() {
+        assert_eq!(on_cpu(&FallbackStatus::default()), None);
+        let fallback = FallbackStatus {
+            device_nodes: 969,
+            cpu_nodes: 31,
+            device_seconds: 6.0,
+            cpu_seconds: 2.0,
+        };
+        let said = on_cpu(&fallback);
+        assert_eq!(said.as_deref(), Some("3.1 % of nodes, 25.0 % of time"));
     }
 
     #[test]

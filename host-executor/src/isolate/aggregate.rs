@@ -12,12 +12,12 @@ use super::drain;
 use super::printable::shown;
 use super::query::query_all;
 use super::state::{Program, SupervisorState};
-use super::totals::{GuestTotals, counted_as};
+use super::totals::{GuestTotals, add_fallback, counted_as};
 use crate::control::{self, QuestionOutcome};
 use crate::gpu_monitor::GpuWatch;
 use crate::status::{
-    DrainStatus, EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status,
-    StatusSource, TenantLatency, Usage, WeightsStatus,
+    DrainStatus, EngineStatus, FallbackStatus, GuestStatus, Progress, Report, SessionEnds,
+    SessionStatus, Status, StatusSource, TenantLatency, Usage, WeightsStatus,
 };
 use crate::version::version;
 
@@ -46,6 +46,7 @@ struct Snapshot {
 #[derive(Default)]
 struct EngineTotals {
     weights: WeightsStatus,
+    fallback: Option<FallbackStatus>,
     /// The longest present turn on an engine, in seconds.
     turn: Option<f64>,
     /// What an engine has not come back from for long.
@@ -60,6 +61,7 @@ struct EngineTotals {
 impl EngineTotals {
     fn add(&mut self, engine: &EngineStatus) {
         self.weights.add(&engine.weights);
+        add_fallback(&mut self.fallback, engine.fallback.as_ref());
         let turn = engine.turn.filter(|turn| turn.is_finite());
         self.turn = self.turn.into_iter().chain(turn).reduce(f64::max);
         if let Some(hang) = &engine.hang {
@@ -77,6 +79,9 @@ impl SupervisorState {
         engines.resize_with(devices, EngineTotals::default);
         for (engine, weights) in engines.iter_mut().zip(&processes.ended_workers.weights) {
             engine.weights = *weights;
+        }
+        for (engine, fallback) in engines.iter_mut().zip(&processes.ended_workers.fallback) {
+            engine.fallback = *fallback;
         }
         let mut snapshot = Snapshot {
             totals: processes.ended_workers.guests.clone(),
@@ -237,6 +242,7 @@ impl Snapshot {
                 gpu: gpu.get().and_then(GpuWatch::status),
                 turn: engine.turn,
                 hang: engine.hang.clone(),
+                fallback: engine.fallback,
                 weights: engine.weights,
             }
         });

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::histogram::Distribution;
-use crate::status::{Report, SessionEnds, Usage, WeightsStatus};
+use crate::status::{FallbackStatus, Report, SessionEnds, Usage, WeightsStatus};
 use crate::tenant_registry::TenantRegistry;
 
 /// Figures of the ended workers, by guest.
@@ -13,6 +13,8 @@ pub(super) struct EndedWorkers {
     pub(super) guests: BTreeMap<String, GuestTotals>,
     /// By device.
     pub(super) weights: Vec<WeightsStatus>,
+    /// By device.
+    pub(super) fallback: Vec<Option<FallbackStatus>>,
     pub(super) ended: SessionEnds,
 }
 
@@ -55,6 +57,13 @@ pub(super) fn counted_as(guest: Option<&str>, registry: &TenantRegistry) -> Stri
     found.unwrap_or(&unnamed).name().to_owned()
 }
 
+/// Adds the figures of a process, if its engine has some.
+pub(super) fn add_fallback(sum: &mut Option<FallbackStatus>, own: Option<&FallbackStatus>) {
+    if let Some(own) = own {
+        sum.get_or_insert_default().add(own);
+    }
+}
+
 impl EndedWorkers {
     /// Adds the last report of a worker that has ended, and had `devices` devices.
     pub(super) fn add(
@@ -80,5 +89,37 @@ impl EndedWorkers {
                 ..engine.weights
             });
         }
+        self.fallback.resize(devices, None);
+        for (sum, engine) in self.fallback.iter_mut().zip(report.status.engines()) {
+            add_fallback(sum, engine.fallback.as_ref());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_on_the_cpu_engine_are_added_up_where_an_engine_counts_them() {
+        let mut sum = None;
+        add_fallback(&mut sum, None);
+        assert_eq!(sum, None);
+        let own = FallbackStatus {
+            device_nodes: 7,
+            cpu_nodes: u64::MAX,
+            device_seconds: 1.5,
+            cpu_seconds: 0.5,
+        };
+        add_fallback(&mut sum, Some(&own));
+        add_fallback(&mut sum, None);
+        add_fallback(&mut sum, Some(&own));
+        let both = FallbackStatus {
+            device_nodes: 14,
+            cpu_nodes: u64::MAX,
+            device_seconds: 3.0,
+            cpu_seconds: 1.0,
+        };
+        assert_eq!(sum, Some(both));
     }
 }

@@ -238,6 +238,7 @@ fn engine_status(device: &DeviceState, at: usize, turns: &[SessionActivity]) -> 
         gpu: device.gpu.get().and_then(GpuWatch::status),
         turn,
         hang: device.found().hang,
+        fallback: device.engine.fallback_use().map(Into::into),
         weights: WeightsStatus {
             bytes: weights.bytes,
             // All devices have one cache.

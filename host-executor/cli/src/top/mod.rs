@@ -18,7 +18,7 @@ use vgpu_executor::status::Status;
 
 use crate::control_client;
 use controls::{Controls, Next};
-use rates::{busy, rates};
+use rates::{busy, on_cpu, rates};
 use screen::{View, draw};
 
 /// Shows the guests with their memory and their rates, continuously.
@@ -74,6 +74,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
     let mut status = first;
     let mut shown = BTreeMap::new();
     let mut engines: Vec<f64> = Vec::new();
+    let mut of_cpu: Vec<Option<f64>> = Vec::new();
     let mut notice: Option<String> = None;
     // What the executor has said to the last request, until the next key.
     let mut answer: Option<String> = None;
@@ -86,6 +87,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                     status: &status,
                     rates: &shown,
                     busy: &engines,
+                    on_cpu: &of_cpu,
                     notice: notice.as_deref(),
                     answer: answer.as_deref(),
                     controls: &controls,
@@ -113,6 +115,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                 Ok(now) => {
                     shown = rates(&status, &now);
                     engines = busy(&status, &now);
+                    of_cpu = on_cpu(&status, &now);
                     status = now;
                     notice = None;
                 }
@@ -121,6 +124,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                     notice = Some(format!("no answer from {}", args.control.display()));
                     shown.clear();
                     engines.clear();
+                    of_cpu.clear();
                 }
             }
         }

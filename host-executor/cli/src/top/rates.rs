@@ -56,6 +56,24 @@ pub(super) fn busy(before: &Status, after: &Status) -> Vec<f64> {
     parts.collect()
 }
 
+/// The part of the time of each engine's nodes that the CPU engine had, by device. `None` if the
+/// engine does not count that, or nothing has run.
+pub(super) fn on_cpu(before: &Status, after: &Status) -> Vec<Option<f64>> {
+    let mut before = before.engines().map(|engine| engine.fallback);
+    let parts = after.engines().map(|engine| {
+        let before = before.next().flatten().unwrap_or_default();
+        let now = engine.fallback?;
+        // Counters only decrease when the executor has been restarted.
+        let [device, cpu] = [
+            now.device_seconds - before.device_seconds,
+            now.cpu_seconds - before.cpu_seconds,
+        ]
+        .map(|seconds| seconds.max(0.0));
+        (device + cpu > 0.0).then(|| cpu / (device + cpu))
+    });
+    parts.collect()
+}
+
 /// The rates of each guest, by name. Empty if no time has passed, or the executor has been
 /// restarted.
 pub(super) fn rates(before: &Status, after: &Status) -> BTreeMap<String, Rates> {

@@ -27,6 +27,8 @@ pub(super) struct View<'a> {
     pub(super) rates: &'a BTreeMap<String, Rates>,
     /// The part of its time that each engine executes graphs, by device.
     pub(super) busy: &'a [f64],
+    /// The part of the time of each engine's nodes that the CPU engine had, by device.
+    pub(super) on_cpu: &'a [Option<f64>],
     /// Why the figures are not current, if they are not.
     pub(super) notice: Option<&'a str>,
     /// What the executor has said to a request, in place of the keys.
@@ -256,6 +258,10 @@ fn draw_engine(
         0 => format!(" {}: {} ", engine.name, engine.description),
         hidden => format!(" {}: {}; {hidden} more ", engine.name, engine.description),
     };
+    let time_title = match view.on_cpu.get(device).copied().flatten() {
+        Some(part) => format!(" time, {:.0} % on cpu ", 100.0 * part),
+        None => " time ".to_owned(),
+    };
     let beside = match others {
         0 => String::new(),
         others => format!(" + other {}", size(others)),
@@ -271,7 +277,7 @@ fn draw_engine(
         ));
     frame.render_widget(gauge, memory);
     let gauge = Gauge::default()
-        .block(Block::bordered().title(" time "))
+        .block(Block::bordered().title(time_title))
         .gauge_style(Style::new().fg(Color::Cyan))
         .ratio(busy.clamp(0.0, 1.0))
         .label(format!("busy {:.0} %", 100.0 * busy));
@@ -418,6 +424,7 @@ mod tests {
                 }),
                 turn: None,
                 hang: None,
+                fallback: None,
                 weights: WeightsStatus::default(),
             },
             further_engines: Vec::new(),
@@ -432,6 +439,7 @@ mod tests {
                 status,
                 rates: &BTreeMap::new(),
                 busy: &[],
+                on_cpu: &[],
                 notice: None,
                 answer: None,
                 controls: &Controls::default(),
@@ -456,6 +464,59 @@ mod tests {
             assert!(text.contains(shown), "{text}");
         }
         assert!(!text.contains("cuda:4"), "{text}");
+    }
+
+    #[test]
+    fn part_of_the_cpu_engine_has_room_in_a_small_terminal() {
+        use ratatui::Terminal;
+        use ratatui::backend::TestBackend;
+        use vgpu_executor::status::{FallbackStatus, SessionEnds};
+
+        use super::super::rates::on_cpu;
+
+        let mut status = Status {
+            version: "1".into(),
+            uptime: 1.0,
+            engine: EngineStatus {
+                name: "ggml:Vulkan0".into(),
+                description: "AMD Radeon RX 7900 XTX (RADV NAVI31)".into(),
+                ..EngineStatus::default()
+            },
+            further_engines: Vec::new(),
+            draining: None,
+            guests: Vec::new(),
+            sessions: Vec::new(),
+            ended: SessionEnds::default(),
+        };
+        let at = |device_seconds, cpu_seconds| {
+            Some(FallbackStatus {
+                device_seconds,
+                cpu_seconds,
+                ..FallbackStatus::default()
+            })
+        };
+        status.engine.fallback = at(100.0, 50.0);
+        let before = status.clone();
+        assert_eq!(on_cpu(&before, &status), [None], "nothing has run");
+        status.engine.fallback = at(100.6, 50.2);
+        let parts = on_cpu(&before, &status);
+        let screen = |on_cpu: &[Option<f64>]| {
+            let mut terminal = Terminal::new(TestBackend::new(80, 24)).expect("a terminal");
+            let view = View {
+                status: &status,
+                rates: &BTreeMap::new(),
+                busy: &[0.8],
+                on_cpu,
+                notice: None,
+                answer: None,
+                controls: &Controls::default(),
+            };
+            terminal.draw(|frame| draw(frame, &view)).expect("a screen");
+            terminal.backend().to_string()
+        };
+        let text = screen(&parts);
+        assert!(text.contains("time, 25 % on cpu"), "{text}");
+        assert!(!screen(&[None]).contains("on cpu"));
     }
 
     #[test]

@@ -210,6 +210,7 @@ mod tests {
                 gpu: None,
                 turn: None,
                 hang: None,
+                fallback: None,
                 weights: WeightsStatus::default(),
             },
             further_engines: Vec::new(),

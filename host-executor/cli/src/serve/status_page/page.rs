@@ -8,7 +8,7 @@ use super::guests::{guests, name_of, programs};
 use super::history::History;
 use super::html::{Part, bar, escaped, number, percent};
 use super::metrics_table;
-use crate::units::{drain, duration, gpu_figures, gpu_name};
+use crate::units::{drain, duration, gpu_figures, gpu_name, on_cpu};
 
 /// The number of the colour of memory that is in no guest's buffer.
 const OTHER_COLOUR: usize = 0;
@@ -85,6 +85,12 @@ fn head(status: &Status) -> String {
     for gpu in gpus() {
         let figures = format!("{}: {}", gpu_name(gpu), gpu_figures(gpu));
         text.push_str(&format!("<p>{}</p>", escaped(&figures)));
+    }
+    for engine in status.engines() {
+        if let Some(on_cpu) = engine.fallback.as_ref().and_then(on_cpu) {
+            let figures = format!("{}: on the engine cpu {on_cpu}", engine.name);
+            text.push_str(&format!("<p>{}</p>", escaped(&figures)));
+        }
     }
     text
 }
