@@ -101,7 +101,7 @@ impl PendingTable {
     }
 
     /// How long a connection of this origin has to wait now. `None`: too long.
-    fn wait(&self, origin: &str, now: Instant) -> Option<Duration> {
+    fn wait_of(&self, origin: &str, now: Instant) -> Option<Duration> {
         let wait = self.debts.wait(origin, now)?;
         Some(wait.max(self.worker_debts.wait(origin, now)?))
     }
@@ -179,7 +179,7 @@ impl Handshakes {
     ) -> Option<PendingHandshake> {
         let now = Instant::now();
         let mut state = self.state();
-        let Some(wait) = state.wait(origin, now) else {
+        let Some(wait) = state.wait_of(origin, now) else {
             state.debts.add(origin, ACCEPT_COST, now);
             state.record_failed(id);
             drop(state);
@@ -354,7 +354,7 @@ impl PendingHandshake {
     pub(crate) fn owed(&self) -> Option<Duration> {
         let state = self.all.state();
         match state.pending.get(&self.id) {
-            Some(one) => state.wait(&one.origin, Instant::now()),
+            Some(one) => state.wait_of(&one.origin, Instant::now()),
             None => Some(Duration::ZERO),
         }
     }

@@ -206,8 +206,11 @@ fn assert_idle(scheduler: &Scheduler) {
 #[test]
 fn graphs_with_the_same_products_share_turns_and_each_runs_once() {
     const GRAPHS: usize = 100;
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     let turns = &AtomicU64::new(0);
     thread::scope(|scope| {
         for guest in 0..6 {
@@ -236,8 +239,11 @@ fn graphs_with_the_same_products_share_turns_and_each_runs_once() {
 #[test]
 fn programs_that_return_at_once_stay_together() {
     const GRAPHS: usize = 200;
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     thread::scope(|scope| {
         for guest in 0..3 {
             scope.spawn(move || {
@@ -259,8 +265,11 @@ fn programs_that_return_at_once_stay_together() {
 
 #[test]
 fn a_graph_that_fails_changes_nothing_for_the_others() {
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     thread::scope(|scope| {
         for guest in 0..4 {
             scope.spawn(move || {
@@ -280,8 +289,11 @@ fn a_graph_that_fails_changes_nothing_for_the_others() {
 
 #[test]
 fn a_panic_fails_all_graphs_of_the_batch_and_the_device_is_free() {
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     engine.panics.store(true, Ordering::Relaxed);
     let (failures, panics) = (&AtomicUsize::new(0), &AtomicUsize::new(0));
     thread::scope(|scope| {
@@ -323,8 +335,11 @@ fn a_batch_is_charged_to_its_members_in_proportion_to_their_work() {
     const ALL: Duration = Duration::from_millis(3 * 40);
     let work = |guest: u64| if guest == 3 { 2 } else { 1 };
     let part = |guest: u64| ALL * work(guest) / 4;
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     let long = |guest| -> Box<dyn Plan> {
         let mut steps = Steps::new(1, 1, launches);
         (steps.takes, steps.is_whole) = (TAKES, true);
@@ -365,8 +380,11 @@ fn a_batch_is_charged_to_its_members_in_proportion_to_their_work() {
 fn large_graphs_of_a_guest_that_is_ahead_do_not_join_a_small_one() {
     const LARGE: Duration = Duration::from_millis(200);
     let joined = |works: [u64; 2]| {
-        let (scheduler, engine, launches) =
-            (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+        let (scheduler, engine, launches) = (
+            &Arc::new(Scheduler::new(true)),
+            &BatchEngine::new(),
+            counter(),
+        );
         thread::scope(|scope| {
             // The first graph of guest 1 makes it 0.2 s ahead of guest 2, which waits meanwhile. A
             // second one waits as well, and may join guest 2.
@@ -398,8 +416,11 @@ fn large_graphs_of_a_guest_that_is_ahead_do_not_join_a_small_one() {
 
 #[test]
 fn a_cancelled_graph_leaves_the_batch_and_the_others_go_on() {
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     thread::scope(|scope| {
         for guest in 0..3 {
             scope.spawn(move || {
@@ -436,7 +457,7 @@ fn a_cancelled_graph_leaves_the_batch_and_the_others_go_on() {
 #[test]
 fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
     const TAKES: Duration = Duration::from_millis(40);
-    let scheduler: &'static Arc<Scheduler> = Box::leak(Box::default());
+    let scheduler: &'static Arc<Scheduler> = Box::leak(Box::new(Arc::new(Scheduler::new(true))));
     let engine: &'static BatchEngine = Box::leak(Box::new(BatchEngine::new()));
     let launches = counter();
     let (ended, ends) = std::sync::mpsc::channel();
@@ -496,8 +517,11 @@ fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
 /// The first turn of a graph of products 1, which begins while one other graph of each of these
 /// products waits.
 fn turn_beside(others: &[u64]) -> Duration {
-    let (scheduler, engine, launches) =
-        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
     let ends = Arc::default();
     thread::scope(|scope| {
         let start = |tenant: u64, steps: Steps| {

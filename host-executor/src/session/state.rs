@@ -98,9 +98,10 @@ impl Session {
             &ledger,
             Arc::default(),
         );
+        let scheduler = Arc::new(Scheduler::new(engine.is_host_memory()));
         let shared = SharedParts {
             engine,
-            scheduler: Arc::default(),
+            scheduler,
             limits,
             pools: Pools::new(&limits),
             monitor: None,
