@@ -295,26 +295,28 @@ fn a_turn_is_kept_only_from_those_that_waited_before() {
         in_flight: 1,
     };
     let (decodes, busy, comes) = (TenantId(1), TenantId(2), TenantId(3));
+    let (graph, pause) = (2 * MS, MS / 10);
     for has_caches in [true, false] {
         for comes_in_the_pause in [false, true] {
             let mut queue = Queue::new(has_caches);
             let mut at = MS;
-            run_once(&mut queue, decodes, Ticket(0), 5 * MS, &mut at);
-            at += MS / 3;
+            run_once(&mut queue, decodes, Ticket(0), graph, &mut at);
+            at += pause;
             queue.enter(decodes, entitlement, Ticket(1), at);
             assert_eq!(queue.next(at), Next::Run(decodes, Ticket(1)));
             queue.enter(busy, entitlement, Ticket(2), at);
-            at += 5 * MS;
-            queue.used(decodes, Ticket(1), 5 * MS, true, at);
+            at += graph;
+            queue.used(decodes, Ticket(1), graph, true, at);
             if comes_in_the_pause {
                 queue.enter(comes, entitlement, Ticket(3), at);
             }
             let kept = matches!(queue.next(at), Next::Hold(..));
             assert_eq!(kept, has_caches && !comes_in_the_pause);
-            at += MS / 3;
+            at += pause;
             queue.enter(decodes, entitlement, Ticket(4), at);
-            let next = queue.next(at);
-            assert_eq!(kept, next == Next::Run(decodes, Ticket(4)), "{next:?}");
+            if kept {
+                assert_eq!(queue.next(at), Next::Run(decodes, Ticket(4)));
+            }
         }
     }
 }
@@ -327,28 +329,29 @@ fn a_turn_that_is_kept_ends_when_its_guest_does_not_return() {
         in_flight: 1,
     };
     let (decodes, busy) = (TenantId(1), TenantId(2));
+    let (graph, pause) = (2 * MS, MS / 10);
     let mut queue = Queue::new(true);
     let mut at = MS;
-    run_once(&mut queue, decodes, Ticket(0), 5 * MS, &mut at);
-    at += MS / 3;
+    run_once(&mut queue, decodes, Ticket(0), graph, &mut at);
+    at += pause;
     queue.enter(decodes, entitlement, Ticket(1), at);
     assert_eq!(queue.next(at), Next::Run(decodes, Ticket(1)));
     queue.enter(busy, entitlement, Ticket(2), at);
-    at += 5 * MS;
-    queue.used(decodes, Ticket(1), 5 * MS, true, at);
-    let until = at + 2 * (MS / 3);
+    at += graph;
+    queue.used(decodes, Ticket(1), graph, true, at);
+    let until = at + 2 * pause;
     assert_eq!(queue.next(at), Next::Hold(Ticket(2), until));
     let paid = queue.time_of(decodes);
     assert_eq!(queue.next(until), Next::Run(busy, Ticket(2)));
     assert_eq!(
         queue.time_of(decodes),
-        paid + 2 * (MS / 3),
+        paid + 2 * pause,
         "it pays for the wait"
     );
 }
 
-/// A tenant that returns after a longer time waits for one piece, also beside a guest that keeps
-/// its turns.
+/// A tenant that returns after a longer time waits for a turn at most, also beside a guest that
+/// keeps its turns.
 #[test]
 fn a_guest_with_little_to_do_waits_for_no_turn_that_is_kept() {
     let us = Duration::from_micros;
@@ -361,7 +364,7 @@ fn a_guest_with_little_to_do_waits_for_no_turn_that_is_kept() {
     };
     let got = simulate(&[guest, busy(1, 400_000, 500), light], LONG);
     let waited = got[2].longest_wait;
-    assert!(waited <= MIN_SLICE + us(500), "{waited:?}");
+    assert!(waited <= ROUND / 2 + SLICE, "{waited:?}");
 }
 
 #[test]
