@@ -17,8 +17,8 @@ const SHARE: f64 = 0.45;
 /// Options of the measurement.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Seconds of each measurement; each attacker has three, and the second after its end, in each of
-    /// five rounds, of which the one with the median share counts
+    /// Seconds of each measurement; each attacker has three, and the second after its end, in each
+    /// of five rounds, of which the one with the median share counts
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
     /// Only these attackers, by the names that the figures have: operators, "no graph", and

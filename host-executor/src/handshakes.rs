@@ -350,7 +350,8 @@ impl PendingHandshake {
     }
 
     /// How long the connection still has to wait, because others of its origin have ended without a
-    /// session since it came, or their processes soon. `None`: too long, the connection is to be closed.
+    /// session since it came, or their processes soon. `None`: too long, the connection is to be
+    /// closed.
     pub(crate) fn owed(&self) -> Option<Duration> {
         let state = self.all.state();
         match state.pending.get(&self.id) {

@@ -32,9 +32,9 @@ const WIDTH: u64 = 1024;
 /// Matrix products of a token, each with 4 MiB of weights, in the ordinary test.
 const LAYERS: u64 = 16;
 
-/// The same in a measurement: as many as no cache holds, and the engine has room for. What fits into
-/// a cache of the machine is gone from it after each turn of another guest, whatever the scheduler
-/// does.
+/// The same in a measurement: as many as no cache holds, and the engine has room for. What fits
+/// into a cache of the machine is gone from it after each turn of another guest, whatever the
+/// scheduler does.
 fn layers_beyond_caches() -> u64 {
     let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size");
     let kib = size

@@ -1,5 +1,6 @@
 //! ggml's CPU backend with changes: one that fails at every graph, one whose results want more
-//! memory than their elements, and one that computes like a GPU: later, and in a time that is known.
+//! memory than their elements, and one that computes like a GPU: later, and in a time that is
+//! known.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -107,7 +108,8 @@ impl Default for Changes<'_> {
     }
 }
 
-/// Compiles the backend with these changes in `folder`. `cache` is the folder of `cargo xtask setup`.
+/// Compiles the backend with these changes in `folder`. `cache` is the folder of `cargo xtask
+/// setup`.
 pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>) -> PathBuf {
     let build = cache.join(BUILD).canonicalize();
     let build = build.expect("`cargo xtask setup` makes it");

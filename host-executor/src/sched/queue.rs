@@ -37,9 +37,9 @@ const CREDIT: Duration = Duration::from_millis(5);
 /// The longest pause between two graphs after which a tenant is expected to return as soon again.
 const MAX_PAUSE: Duration = Duration::from_millis(50);
 
-/// The longest pause for which a tenant keeps the device although it is not behind, as a part of the
-/// time that its last graph had the device: one of this many. On a CPU, a switch costs the contents
-/// of the caches, which is more than such a pause.
+/// The longest pause for which a tenant keeps the device although it is not behind, as a part of
+/// the time that its last graph had the device: one of this many. On a CPU, a switch costs the
+/// contents of the caches, which is more than such a pause.
 const KEEP_PART: u32 = 12;
 
 /// What must be left of a turn that a tenant keeps through a pause.

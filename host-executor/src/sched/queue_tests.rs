@@ -265,7 +265,7 @@ fn decoding_keeps_half_of_its_rate_beside_pieces_of_any_length() {
 /// With short pauses, a guest computes several tokens in a turn, and only the first with cold
 /// caches.
 #[test]
-fn decoding_keeps_its_rate_although_each_turn_begins_with_cold_caches() {
+fn decoding_keeps_its_rate_with_cold_caches() {
     let us = Duration::from_micros;
     for (graph, pause) in [(2000, 150), (5500, 150), (5500, 450), (12_000, 900)] {
         for cold in [300, 600, 1000] {

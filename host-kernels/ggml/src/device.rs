@@ -83,7 +83,8 @@ impl Backend {
 impl Drop for Backend {
     fn drop(&mut self) {
         // SAFETY: the object owns the backend, which computes nothing: its last user is
-        // `BackendDevice::submit`, which has waited for it, or a `Flight`, which waits when it ends.
+        // `BackendDevice::submit`, which has waited for it, or a `Flight`, which waits when it
+        // ends.
         unsafe { (self.ggml.functions().backend_free)(self.raw.as_ptr()) };
     }
 }

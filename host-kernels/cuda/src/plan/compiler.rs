@@ -264,8 +264,8 @@ impl<'a> Compiler<'a> {
         (self.cache.peak(), self.scratch_bytes)
     }
 
-    /// The launches, if nothing else runs and none is long: no node on the CPU engine, no megakernel,
-    /// and no part of a divided node.
+    /// The launches, if nothing else runs and none is long: no node on the CPU engine, no
+    /// megakernel, and no part of a divided node.
     pub(crate) fn launches(&self) -> Option<impl Iterator<Item = &Launch>> {
         let is_launch = |work: &Work| matches!(work, Work::Launch(step) if !step.is_long);
         let are_launches =
