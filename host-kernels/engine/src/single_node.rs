@@ -173,7 +173,8 @@ impl PlannedNode {
             tensors: graph.tensors.len(),
             nodes: graph.nodes.len(),
         };
-        let copies = self.regions.iter().map(|region| region.len() as usize);
+        let copies =
+            { self.regions.iter() }.map(|region| engine.allocation_size(region.len()) as usize);
         let table = self.regions.len() * COPIED_BYTES;
         copies.sum::<usize>() + table + engine.compile_bytes(&counts) as usize
     }
@@ -188,6 +189,8 @@ impl PlannedNode {
             .map(|region| engine.alloc(region.len()))
             .collect::<Result<Vec<_>, _>>()?;
         let plan = engine.compile(&self.part, &memory, &|| false)?;
+        let sizes = self.regions.iter().map(|region| region.len());
+        let copied_bytes = sizes.map(|size| engine.allocation_size(size)).sum();
         let ranges = self.regions.iter().zip(memory);
         let ranges = ranges.map(|(region, memory)| Copied {
             buffer: region.buffer as usize,
@@ -202,6 +205,7 @@ impl PlannedNode {
             plan,
             results,
             ranges: ranges.collect(),
+            copied_bytes,
             at: self.at,
             next: RunPhase::Read(0, 0),
         })
@@ -215,6 +219,8 @@ const COPIED_BYTES: usize = size_of::<Copied>() + size_of::<usize>() + 128;
 pub struct SingleNode {
     plan: Box<dyn Plan>,
     ranges: Vec<Copied>,
+    /// Bytes that the copies take of the engine's memory, in whole pages.
+    copied_bytes: u64,
     /// The indices in `ranges` of the ranges that the node writes.
     results: Vec<usize>,
     /// The index of the node in the graph of the device.
@@ -238,9 +244,8 @@ impl SingleNode {
 
     /// Bytes of host memory, without the structure itself.
     pub fn bytes(&self) -> usize {
-        let ranges = self.ranges.iter().map(|range| range.memory.size() as usize);
         let table = self.ranges.capacity() * COPIED_BYTES;
-        ranges.sum::<usize>() + table + self.plan.plan_bytes() as usize
+        self.copied_bytes as usize + table + self.plan.plan_bytes() as usize
     }
 
     /// Bytes of host memory that a run needs besides.

@@ -105,9 +105,10 @@ impl<'a> Flight<'a> {
         self.pieces
     }
 
-    /// Whether somebody should wait before the device gets more.
-    pub(crate) fn is_long(&self) -> bool {
-        self.predicted >= MAX_FLIGHT || self.pieces >= MAX_PARTS
+    /// Whether somebody should wait before the device gets more. The pieces take `correction` times
+    /// their times.
+    pub(crate) fn is_long(&self, correction: f64) -> bool {
+        self.predicted.mul_f64(correction) >= MAX_FLIGHT || self.pieces >= MAX_PARTS
     }
 
     /// Waits until the device is idle. `None` if it was.

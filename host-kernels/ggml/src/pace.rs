@@ -8,6 +8,7 @@ use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use vgpu_transport::ir::Shape;
 use vgpu_transport::lock::lock;
 
 /// What a piece takes at most by the measurements, unless a single node takes longer.
@@ -33,8 +34,17 @@ const FASTER: f64 = 1.0 / SLOWER;
 /// What is left of a prediction that was too long, for the next one.
 const SHORTER: f64 = 0.8;
 
-/// How many paces a device keeps.
+/// A flight that should have taken as long changes the correction by half of its error, a shorter
+/// one by less.
+const WEIGHTY: Duration = Duration::from_millis(8);
+
+/// What a piece takes at least, whatever the corrections say.
+const LEAST: Duration = Duration::from_micros(10);
+
+/// How many paces a device keeps, of so many measured pieces each at most: 32 MiB in all. A plan of
+/// more pieces is measured at each run.
 const MAX_PACES: usize = 256;
+const MAX_MEASURED: usize = 2048;
 
 /// Nodes that follow each other.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,7 +93,7 @@ impl Pace {
 
     /// Learns from a run whose pieces were measured, each alone.
     pub(crate) fn learn(&mut self, run: &[Piece]) {
-        if self.pieces.is_some() {
+        if self.pieces.is_some() || run.len() > MAX_MEASURED {
             return;
         }
         let same = |piece: &Piece, other: &Piece| piece.end == other.end;
@@ -116,10 +126,11 @@ impl Pace {
             false => measured,
         };
         // One slow run, beside other work of the machine, says little.
-        self.correction = f64::midpoint(self.correction, now);
+        let weight = (predicted.as_secs_f64() / WEIGHTY.as_secs_f64()).min(1.0) / 2.0;
+        self.correction += weight * (now - self.correction);
         if !(FASTER..=SLOWER).contains(&self.correction) {
             for piece in &mut self.measured {
-                piece.time = piece.time.mul_f64(self.correction);
+                piece.time = piece.time.mul_f64(self.correction).max(LEAST);
             }
             self.divide();
         }
@@ -180,12 +191,21 @@ impl Growth {
 pub(crate) struct Key(std::hash::DefaultHasher);
 
 impl Key {
-    /// A node of the device, by its operator, the type of its first operand, and its seconds by
-    /// estimate.
-    pub(crate) fn node(&mut self, op: &str, first: u32, seconds: f32) {
+    /// A node of the device, by its operator, its seconds by estimate, and the types of its result
+    /// and operands, with whether their elements follow each other in memory.
+    pub(crate) fn node<'a>(
+        &mut self,
+        op: &str,
+        seconds: f32,
+        tensors: impl Iterator<Item = &'a Shape>,
+    ) {
         self.0.write(op.as_bytes());
         // The exponent of the number.
-        self.0.write_u32(first << 16 | seconds.to_bits() >> 23);
+        self.0.write_u32(seconds.to_bits() >> 23);
+        for shape in tensors {
+            self.0.write_u32(shape.ty as u32);
+            self.0.write_u8(shape.is_contiguous().into());
+        }
     }
 
     /// A node of another engine.
@@ -243,6 +263,8 @@ impl Paces {
 
 #[cfg(test)]
 mod tests {
+    use vgpu_transport::ir::Type;
+
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
@@ -330,14 +352,57 @@ mod tests {
         assert_eq!(growth.nodes(&[0.0; 2]), 2);
     }
 
+    /// Short flights, such as between nodes of the CPU engine, say little of long ones.
+    #[test]
+    fn short_flights_change_the_times_slowly_and_never_to_nothing() {
+        let times = |flights: u32| {
+            let mut pace = Pace::default();
+            let run = pieces(&[2, 2, 2, 2]);
+            pace.learn(&run);
+            pace.learn(&run);
+            for _ in 0..flights {
+                pace.observe(Duration::from_micros(100), Duration::from_micros(1), false);
+            }
+            learnt(&pace)
+        };
+        assert_eq!(times(0), times(20));
+        let after_many = times(1_000_000);
+        assert!(
+            after_many.iter().all(|&(_, time)| time >= LEAST),
+            "{after_many:?}"
+        );
+        // A long one counts at once.
+        let mut pace = Pace::default();
+        let run = pieces(&[2, 2, 2, 2]);
+        pace.learn(&run);
+        pace.learn(&run);
+        pace.observe(8 * MS, 24 * MS, false);
+        assert_eq!(learnt(&pace)[0].1, 4 * MS);
+    }
+
     #[test]
     fn plans_of_about_the_same_work_share_a_pace_and_old_ones_are_forgotten() {
         let paces = Paces::default();
         let of = |op: &str, seconds: f32| {
             let mut key = paces.key();
-            key.node(op, 0, seconds);
+            key.node(op, seconds, std::iter::empty());
             paces.of(&key, 1)
         };
+        let with = |nb: u64| {
+            let mut key = paces.key();
+            let shape = Shape {
+                ty: Type::F32,
+                ne: [4, 4, 1, 1],
+                nb: [nb, 16, 64, 64],
+            };
+            key.node("ADD", 1.0, [shape].iter());
+            paces.of(&key, 1)
+        };
+        assert!(Arc::ptr_eq(&with(4), &with(4)));
+        assert!(
+            !Arc::ptr_eq(&with(4), &with(64)),
+            "strides can make a node slow"
+        );
         let first = of("ADD", 1.1e-3);
         assert!(Arc::ptr_eq(&first, &of("ADD", 1.2e-3)));
         assert!(!Arc::ptr_eq(&first, &of("ADD", 9e-3)));

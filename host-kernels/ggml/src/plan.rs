@@ -130,8 +130,10 @@ impl GgmlPlan {
             nodes.push(dst);
             places.push(at as u32);
             let estimate = work::of(graph, node).time(&device.speed).as_secs_f32();
-            let first = graph.src(node, 0).map_or(0, |first| first.shape.ty as u32);
-            key.node(node.op.kind().ggml_name(), first, estimate);
+            let operands = (0..node.src.as_slice().len()).filter_map(|i| graph.src(node, i));
+            let tensors = std::iter::once(graph.dst(node)).chain(operands);
+            let shapes = tensors.map(|tensor| &tensor.shape);
+            key.node(node.op.kind().ggml_name(), estimate, shapes);
             estimates.push(estimate);
         }
         if nodes.len() > end {
@@ -223,7 +225,7 @@ impl GgmlPlan {
                 if flight.pieces() > 0 && turn.is_over() {
                     return Ok(RunStatus::Yielded);
                 }
-                if flight.is_long() {
+                if flight.is_long(*correction) {
                     self.observe(flight.land());
                 }
             }
