@@ -22,8 +22,8 @@ use std::time::Duration;
 pub(crate) const SLICE: Duration = Duration::from_millis(4);
 
 /// The same for all tenants that have graphs together, of which each gets its part: 8 ms if there
-/// are two. A turn begins with cold caches. On a CPU that has been measured to cost a token of 5 ms
-/// nearly 1 ms.
+/// are two. A turn begins with cold caches: by the rates in docs/performance.md, they cost a token
+/// of 5 ms on a CPU up to 1 ms.
 const ROUND: Duration = SLICE.saturating_mul(4);
 
 /// The shortest turn. A switch costs about 10 µs and the contents of the caches.
