@@ -391,6 +391,7 @@ typedef const char * ggml_op_name_fn(int op);
 typedef const char * ggml_unary_op_name_fn(int op);
 typedef const char * ggml_glu_op_name_fn(int op);
 typedef const char * ggml_type_name_fn(int type);
+typedef size_t ggml_nbytes_fn(const struct ggml_tensor * tensor);
 typedef void ggml_log_internal_fn(enum ggml_log_level level, const char * format, ...);
 typedef ggml_backend_buffer_t ggml_backend_buffer_init_fn(ggml_backend_buffer_type_t buft,
     struct ggml_backend_buffer_i iface, void * context, size_t size);

@@ -2,7 +2,8 @@
 
 use rustix::io::Errno;
 
-/// Why a link does not work. The error is final: a link never recovers.
+/// Why a link does not work. The error is final, but for [`Cancelled`](LinkError::Cancelled) and
+/// [`TooLarge`](LinkError::TooLarge): a link never recovers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum LinkError {
@@ -19,6 +20,10 @@ pub enum LinkError {
     /// The peer's process exists, but its heartbeat has stopped or it reads no data.
     #[error("the peer has made no progress for {seconds} s")]
     Stalled { seconds: u64 },
+    /// The caller no longer waits for the peer to receive messages. Shorter ones may still have
+    /// room.
+    #[error("the peer has not received its messages before the link was to end")]
+    Cancelled,
     /// The peer sent something that the link's protocol forbids.
     #[error("the peer violated the link's protocol: {0}")]
     PeerMisbehaved(LinkViolation),

@@ -21,6 +21,15 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// As [`lock`], if the mutex is free. `None`: another thread has it.
+pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
 /// The value of a mutex as for [`lock`], which no other thread can use.
 pub fn get_mut<T>(mutex: &mut Mutex<T>) -> &mut T {
     mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
@@ -107,13 +116,8 @@ impl<R: LockRank, T> RankedMutex<R, T> {
 
     /// The lock, if it is free. Never waits, so that any order is right.
     pub fn try_lock(&self) -> Option<RankedGuard<'_, T>> {
-        let guard = match self.mutex.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
         Some(RankedGuard {
-            guard,
+            guard: try_lock(&self.mutex)?,
             held: Held::new(self.rank.level()),
         })
     }

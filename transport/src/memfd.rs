@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -35,17 +35,40 @@ impl MemfdError {
 ///
 /// [`MemfdError`] when a system call fails.
 pub fn sealed(name: &str, size: usize) -> Result<OwnedFd, MemfdError> {
-    new_file(name, size, is_overcommit_forbidden())
+    new_file(name, size, OVERCOMMIT.is_forbidden())
 }
 
-/// Whether the kernel promises no more memory than it has (`vm.overcommit_memory` is 2), as of the
-/// first call.
-fn is_overcommit_forbidden() -> bool {
-    static IS_FORBIDDEN: OnceLock<bool> = OnceLock::new();
-    *IS_FORBIDDEN.get_or_init(|| {
-        let setting = std::fs::read_to_string("/proc/sys/vm/overcommit_memory");
-        setting.is_ok_and(|setting| setting.trim() == "2")
-    })
+/// The setting of this machine.
+static OVERCOMMIT: OvercommitSetting = OvercommitSetting::of("/proc/sys/vm/overcommit_memory");
+
+/// Whether the kernel promises no more memory than it has. An administrator can change that at any
+/// time.
+struct OvercommitSetting {
+    file: &'static str,
+    /// Whether it was so when the file was read last.
+    was_forbidden: AtomicBool,
+}
+
+impl OvercommitSetting {
+    const fn of(file: &'static str) -> OvercommitSetting {
+        OvercommitSetting {
+            file,
+            was_forbidden: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether it is so now, or was when a process that has given up its files could still read
+    /// the setting.
+    fn is_forbidden(&self) -> bool {
+        match std::fs::read_to_string(self.file) {
+            Ok(setting) => {
+                let is_forbidden = setting.trim() == "2";
+                self.was_forbidden.store(is_forbidden, Ordering::Relaxed);
+                is_forbidden
+            }
+            Err(_) => self.was_forbidden.load(Ordering::Relaxed),
+        }
+    }
 }
 
 /// Makes a sealed file. `is_reserved` says whether the kernel has to provide its pages now. Where
@@ -69,6 +92,21 @@ fn new_file(name: &str, size: usize, is_reserved: bool) -> Result<OwnedFd, Memfd
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn overcommitment_that_is_forbidden_later_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("overcommit_memory");
+        let setting = OvercommitSetting::of(file.to_str().unwrap().to_owned().leak());
+        assert!(!setting.is_forbidden(), "nothing is known");
+        for (text, is_forbidden) in [("0\n", false), ("2\n", true), ("1\n", false), ("2\n", true)] {
+            std::fs::write(&file, text).unwrap();
+            assert_eq!(setting.is_forbidden(), is_forbidden, "{text}");
+        }
+        // The process has given up its files.
+        std::fs::remove_file(&file).unwrap();
+        assert!(setting.is_forbidden());
+    }
 
     #[test]
     fn where_overcommitment_is_forbidden_memory_is_taken_at_once() {

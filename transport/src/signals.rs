@@ -1,6 +1,8 @@
 //! Counting of signals, for tests.
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 thread_local! {
     static COUNT: Cell<u64> = const { Cell::new(0) };
@@ -27,17 +29,33 @@ pub(crate) fn received() -> u64 {
     COUNT.get()
 }
 
-/// The thread that calls this, for [`send`].
-pub(crate) fn this_thread() -> libc::pthread_t {
-    // SAFETY: `pthread_self` has no preconditions, and returns a number.
-    unsafe { libc::pthread_self() }
-}
+/// Calls `wait` while another thread sends a signal to this one every two milliseconds, as a
+/// program's profiler does. At least one must have interrupted it.
+pub(crate) fn interrupting<T>(wait: impl FnOnce() -> T) -> T {
+    /// Ends the other thread, even if `wait` panics.
+    struct EndOnDrop<'a>(&'a AtomicBool);
 
-/// Sends a signal to a thread.
-///
-/// # Safety
-/// The thread has not ended, or was not joined yet.
-pub(crate) unsafe fn send(thread: libc::pthread_t, signal: libc::c_int) {
-    // SAFETY: the caller guarantees that `thread` still names a thread.
-    unsafe { libc::pthread_kill(thread, signal) };
+    impl Drop for EndOnDrop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    catch(libc::SIGUSR2);
+    // SAFETY: `pthread_self` has no preconditions, and returns a number.
+    let waiting = unsafe { libc::pthread_self() };
+    let is_done = AtomicBool::new(false);
+    let outcome = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_done.load(Ordering::Relaxed) {
+                // SAFETY: `waiting` is the thread of the scope, which ends after this thread.
+                unsafe { libc::pthread_kill(waiting, libc::SIGUSR2) };
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        let _end = EndOnDrop(&is_done);
+        wait()
+    });
+    assert!(received() > 0);
+    outcome
 }

@@ -3,10 +3,15 @@
 //! The image is an array of words. A change of a graph is then a list of positions and words, and
 //! needs no schema of its own.
 
+use crate::size::shown;
+
 /// Why words cannot be decoded. The sender is at fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum DecodeError {
+    /// The host's fault, and no fault of the image.
+    #[error("the host has no memory for {} of a graph", shown(*bytes as u64))]
+    NoMemory { bytes: usize },
     #[error("the graph image of {len} words is truncated: word {wanted} was expected")]
     Truncated { len: usize, wanted: usize },
     #[error("the graph image has {extra} words behind its end")]
@@ -49,6 +54,19 @@ pub enum DecodeError {
         words: usize,
         len: usize,
     },
+}
+
+/// An empty vector with room for `count` entries.
+///
+/// # Errors
+///
+/// [`DecodeError::NoMemory`].
+pub(super) fn room<T>(count: usize) -> Result<Vec<T>, DecodeError> {
+    let mut entries = Vec::new();
+    let bytes = count.saturating_mul(size_of::<T>());
+    let reserved = entries.try_reserve_exact(count);
+    reserved.map_err(|_| DecodeError::NoMemory { bytes })?;
+    Ok(entries)
 }
 
 /// A value that has an encoding in words.

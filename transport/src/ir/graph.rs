@@ -1,6 +1,6 @@
 //! Tensors, nodes, graphs, and the image of a graph in 32-bit words.
 
-use super::codec::{DecodeError, Reader, Word, Writer};
+use super::codec::{DecodeError, Reader, Word, Writer, room};
 use super::ops::{MAX_SOURCES, Op, OpKind};
 use super::types::Type;
 
@@ -390,7 +390,7 @@ impl Graph {
     ///
     /// # Errors
     ///
-    /// A [`DecodeError`] that names the malformed part. The guest is at fault.
+    /// As [`decode_until`](Graph::decode_until).
     pub fn decode(words: &[u32]) -> Result<Graph, DecodeError> {
         // Nobody cancels.
         Ok(Graph::decode_until(words, &|| false)?.unwrap_or_default())
@@ -401,7 +401,8 @@ impl Graph {
     ///
     /// # Errors
     ///
-    /// A [`DecodeError`] that names the malformed part. The guest is at fault.
+    /// A [`DecodeError`] that names the malformed part. The guest is at fault, but for
+    /// [`DecodeError::NoMemory`].
     pub fn decode_until(
         words: &[u32],
         is_cancelled: &dyn Fn() -> bool,
@@ -419,9 +420,9 @@ impl Graph {
         };
 
         let mut graph = Graph {
-            buffers: Vec::with_capacity(counts.buffers),
-            tensors: Vec::with_capacity(counts.tensors),
-            nodes: Vec::with_capacity(counts.nodes),
+            buffers: room(counts.buffers)?,
+            tensors: room(counts.tensors)?,
+            nodes: room(counts.nodes)?,
         };
         for _ in 0..counts.buffers {
             graph.buffers.push(BufferId(u64::get(&mut words)?));

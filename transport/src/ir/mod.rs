@@ -33,5 +33,5 @@ pub use ops::{
     GluKind, MAX_SOURCES, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind,
     UnaryKind,
 };
-pub use types::{Type, TypeSet};
+pub use types::{ROW_UNIT, Type, TypeSet};
 pub use validate::{Invalid, Limits, ValidGraph, validate, validate_until};

@@ -4,7 +4,7 @@
 //! same nodes, and only some lengths and offsets differ. A patch lists the changed words as runs of
 //! `position, count, words...`.
 
-use super::codec::DecodeError;
+use super::codec::{DecodeError, room};
 
 /// The maximum number of equal words between two differing words of one run. A second run would
 /// cost two words for its position and count.
@@ -44,10 +44,11 @@ fn next_difference(base: &[u32], new: &[u32], from: usize) -> Option<usize> {
 ///
 /// # Errors
 ///
-/// [`DecodeError::Patch`] for a run outside the image or the patch, and [`DecodeError::Trailing`].
-/// The guest is at fault.
+/// [`DecodeError::Patch`] for a run outside the image or the patch, and [`DecodeError::Trailing`]:
+/// the guest is at fault. [`DecodeError::NoMemory`] for the new image.
 pub fn apply(base: &[u32], patch: &[u32]) -> Result<Vec<u32>, DecodeError> {
-    let mut image = base.to_vec();
+    let mut image = room(base.len())?;
+    image.extend_from_slice(base);
     let mut rest = patch;
     while let [position, count, words @ ..] = rest {
         let (position, count) = (*position as usize, *count as usize);

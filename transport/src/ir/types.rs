@@ -109,7 +109,23 @@ impl Type {
         }
         (elements / self.block_elements()).checked_mul(self.block_bytes())
     }
+
+    /// The bytes of whole blocks between the end of a row of `elements` elements and the next
+    /// multiple of [`ROW_UNIT`] elements. 0 for types without blocks.
+    ///
+    /// ggml's backends for GPUs allocate them behind a tensor (`MATRIX_ROW_PADDING` in
+    /// `ggml-cuda`), because their matrix products read the last row in such units.
+    pub const fn row_padding(self, elements: u64) -> u64 {
+        match elements % ROW_UNIT {
+            0 => 0,
+            _ if !self.is_quantized() => 0,
+            over => (ROW_UNIT - over) / self.block_elements() * self.block_bytes(),
+        }
+    }
 }
+
+/// The elements of a row of quantised weights that ggml's backends for GPUs read at a time.
+pub const ROW_UNIT: u64 = 512;
 
 /// A set of types, one bit per wire id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -77,12 +77,27 @@ pub struct ValidGraph {
     graph: Graph,
     /// The rules that cover the nodes.
     rules: Arc<[Rule]>,
+    pads_rows: bool,
 }
 
 impl ValidGraph {
     /// The graph.
     pub fn graph(&self) -> &Graph {
         &self.graph
+    }
+
+    /// The same graph of a guest that leaves zero bytes behind quantised weights
+    /// ([`ProtocolVersion::pads_rows`](crate::wire::ProtocolVersion::pads_rows)), or does not.
+    pub fn with_padded_rows(self, pads_rows: bool) -> ValidGraph {
+        ValidGraph { pads_rows, ..self }
+    }
+
+    /// Whether the guest leaves zero bytes behind quantised weights, as many as
+    /// [`Type::row_padding`](super::Type::row_padding) says. Not checked: the bytes belong to the
+    /// guest's buffer or to the engine's allocation, and a guest that breaks its word gets wrong
+    /// results of its own.
+    pub fn pads_rows(&self) -> bool {
+        self.pads_rows
     }
 
     /// Whether the graph was validated with these capabilities.
@@ -107,7 +122,11 @@ pub fn validate(
     // Nobody cancels, so all has been checked.
     check(&graph, caps, limits, size_of, &|| false)?;
     let rules = caps.shared_rules();
-    Ok(ValidGraph { graph, rules })
+    Ok(ValidGraph {
+        graph,
+        rules,
+        pads_rows: false,
+    })
 }
 
 /// As [`validate`]. Asks `is_cancelled` once in [`ENTRIES_PER_QUESTION`] tensors and nodes. `None`
@@ -125,7 +144,11 @@ pub fn validate_until(
 ) -> Result<Option<ValidGraph>, Invalid> {
     let is_valid = check(&graph, caps, limits, size_of, is_cancelled)?;
     let rules = caps.shared_rules();
-    Ok(is_valid.then_some(ValidGraph { graph, rules }))
+    Ok(is_valid.then_some(ValidGraph {
+        graph,
+        rules,
+        pads_rows: false,
+    }))
 }
 
 /// Whether all of a graph was checked before `is_cancelled`.

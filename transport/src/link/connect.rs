@@ -13,6 +13,7 @@ use super::stream::tcp::{self, TcpError};
 use super::stream::tls::{Certificates, TlsError};
 use super::stream::vsock;
 use super::unix;
+use crate::size::shown;
 
 /// The environment variable with the folder of certificates for `tcp`.
 pub const CERTIFICATES: &str = "VGPU_CERTS";
@@ -70,8 +71,8 @@ pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEn
                 .map_err(|_| PciError::NoDevice { address: *address })?;
             let device = pci::PciDevice::open(&found)?;
             tracing::info!(
-                "{found}: a vGPU with a window of {} bytes",
-                device.directory().size
+                "{found}: a vGPU with a window of {}",
+                shown(device.directory().size as u64)
             );
             Ok(Box::new(device.connect(timeout)?))
         }

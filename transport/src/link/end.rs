@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use super::link_state::LinkWatch;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::shm::liveness::Silence;
@@ -12,6 +13,10 @@ use crate::shm::memory::Window;
 
 /// The time that a host waits for a guest to receive replies.
 pub(crate) const GUEST_STALL: Duration = Duration::from_secs(60);
+
+/// How long a host's end that is about to be dropped tries to send its last messages to a guest
+/// that takes none.
+pub const LAST_MESSAGES: Duration = Duration::from_millis(500);
 
 /// The size of the chunks of a transfer of `len` bytes, in bytes. One side copies a chunk while the
 /// other side copies the next one. By measurement, smaller chunks cost more messages, and larger
@@ -113,6 +118,11 @@ pub trait GuestEnd: Send {
         Err(LinkViolation::LinkWithoutFiles { size }.into())
     }
 
+    /// Where other threads read what the link does. `None` if the end publishes nothing.
+    fn watch(&self) -> Option<LinkWatch> {
+        None
+    }
+
     /// Whether this end knows that the host has gone. The call does not block.
     fn is_closed(&mut self) -> bool;
 
@@ -120,13 +130,25 @@ pub trait GuestEnd: Send {
     fn counters(&self) -> Counters;
 }
 
+/// Whether a host's end no longer waits for its guest to receive messages. An end calls this often
+/// while it waits.
+pub type IsCancelled = Box<dyn Fn() -> bool + Send>;
+
 /// The host's end of a link.
 ///
 /// # Errors
 ///
 /// Every method that fails returns a [`LinkError`]. Apart from [`LinkError::TooLarge`], which is
-/// the caller's fault, an error is final: later calls return the same error.
+/// the caller's fault, and [`LinkError::Cancelled`], an error is final: later calls return the same
+/// error.
 pub trait HostEnd: Send {
+    /// From now on, [`reserve`](HostEnd::reserve) and [`send_reserved`](HostEnd::send_reserved)
+    /// wait for the guest only while `is_cancelled` returns `false`. A message for which there is
+    /// room is sent all the same. An end that never waits ignores this.
+    fn set_cancel(&mut self, is_cancelled: IsCancelled) {
+        drop(is_cancelled);
+    }
+
     /// Waits up to `timeout` for the guest's next request and appends it to `message`. `None` when
     /// no request has arrived. The call [retires](HostEnd::retire) the request before.
     ///
@@ -175,6 +197,19 @@ pub trait HostEnd: Send {
         self.send_reserved(message)
     }
 
+    /// Sends a message without a payload, the last one before the end is dropped. Waits for a guest
+    /// that takes no messages for up to [`LAST_MESSAGES`], cancelled or not; on a link that queues
+    /// messages, the drop of the end waits instead.
+    ///
+    /// # Errors
+    ///
+    /// As [`send`](HostEnd::send), and [`LinkError::Cancelled`] if there was no room in time.
+    fn send_last(&mut self, message: &[u8]) -> Result<(), LinkError> {
+        let began = Instant::now();
+        self.set_cancel(Box::new(move || began.elapsed() >= LAST_MESSAGES));
+        self.send(message, 0, &mut |_| {})
+    }
+
     /// Checks, without waiting, that the guest is still there. A call costs a few system calls.
     ///
     /// # Errors
@@ -196,7 +231,7 @@ pub trait HostEnd: Send {
     ///
     /// # Errors
     ///
-    /// As [`send`](HostEnd::send).
+    /// As [`send`](HostEnd::send), and [`LinkError::Cancelled`].
     fn reserve(
         &mut self,
         message_len: usize,
@@ -233,6 +268,11 @@ pub trait HostEnd: Send {
     /// The window that holds the payloads. `None` on a link without shared memory.
     fn window(&self) -> Option<&Arc<Window>> {
         None
+    }
+
+    /// Where other threads read what the link does. `None` if the end publishes nothing.
+    fn watch(&self) -> Option<LinkWatch> {
+        self.window().cloned().map(LinkWatch::Window)
     }
 
     /// Sends the guest a sealed file to map. The host then sends the message that announces the

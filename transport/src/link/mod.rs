@@ -21,6 +21,7 @@ mod end;
 pub mod endpoint;
 mod epoch;
 mod fd_passing;
+mod link_state;
 mod packet;
 pub mod pci;
 pub mod scm_rights;
@@ -28,6 +29,7 @@ mod side;
 mod slow_wait;
 pub mod socket_file;
 pub mod stream;
+mod stream_state;
 pub mod unix;
 mod vsock;
 pub mod window;
@@ -35,5 +37,8 @@ mod window_end;
 mod window_state;
 
 pub use crate::error::{LinkError, LinkViolation};
-pub use end::{Counters, GuestEnd, HostEnd, Incoming, StagingRegion, chunk_len};
+pub use end::{
+    Counters, GuestEnd, HostEnd, Incoming, IsCancelled, LAST_MESSAGES, StagingRegion, chunk_len,
+};
 pub use endpoint::{Endpoint, EndpointError};
+pub use link_state::{LinkState, LinkWatch};

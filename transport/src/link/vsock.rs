@@ -51,8 +51,17 @@ fn socket() -> Result<OwnedFd, Errno> {
 
 /// Connects to `port` of the machine `cid`. `timeout` limits the wait.
 pub(super) fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
-    let socket = socket()?;
-    match rustix::net::connect(&socket, &VsockAddr { cid, port }) {
+    connect_socket(socket()?, &VsockAddr { cid, port }, timeout)
+}
+
+/// Connects a socket that is non-blocking. `timeout` limits the wait, whatever signals arrive
+/// meanwhile.
+fn connect_socket(
+    socket: OwnedFd,
+    address: &impl SocketAddrArg,
+    timeout: Duration,
+) -> io::Result<OwnedFd> {
+    match rustix::net::connect(&socket, address) {
         Ok(()) => return Ok(socket),
         Err(Errno::INPROGRESS) => {}
         Err(error) => return Err(error.into()),
@@ -98,6 +107,32 @@ fn cid_of(address: &SocketAddrAny) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::signals;
+
+    /// A program's profiler interrupts the wait for a connection, which is neither an error nor a
+    /// time-out. There need not be a vsock here: the wait is the same for every family.
+    #[test]
+    fn signals_do_not_end_a_connection_attempt() {
+        // The kernel drops connections to a listener with a full backlog, as a machine that is
+        // paused answers none.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        rustix::net::listen(&silent, 0).unwrap();
+        let address = silent.local_addr().unwrap();
+        let short = Duration::from_millis(200);
+        let mut backlog = Vec::new();
+        while let Ok(socket) = std::net::TcpStream::connect_timeout(&address, short) {
+            backlog.push(socket);
+        }
+        let tcp = || rustix::net::socket_with(AddressFamily::INET, SocketType::STREAM, FLAGS, None);
+        signals::interrupting(|| {
+            let began = Instant::now();
+            let outcome = connect_socket(tcp().unwrap(), &address, short);
+            let took = began.elapsed();
+            let error = outcome.expect_err("nobody answers");
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+            assert!(took >= short, "after {took:?}");
+        });
+    }
 
     #[test]
     fn an_address_survives_the_kernel_format() {

@@ -143,6 +143,11 @@ impl WindowEnd {
 
     /// [`check`](WindowEnd::check), and that no other session has begun in the same memory. A guest
     /// calls this before it publishes: a program that was stopped for long may have lost its slot.
+    ///
+    /// The check and what the guest writes after it are two steps. A program that is stopped
+    /// between them and loses its slot meanwhile writes into the window of the next program of its
+    /// machine when it goes on: a payload or one request. It checks again before it writes more
+    /// or believes an answer. The host trusts nothing that a window contains.
     pub(super) fn check_session(&mut self) -> Result<(), LinkError> {
         self.check()?;
         self.check_epoch()

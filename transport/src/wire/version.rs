@@ -16,7 +16,7 @@ pub enum ProtocolVersion {
     /// HELLO names this version only. The last version without negotiation.
     V3,
     /// HELLO may name a range and a device. WELCOME names the host's range, and counts the devices
-    /// if there are several.
+    /// if there are several. Guests leave zero bytes behind quantised weights.
     #[default]
     V4,
 }
@@ -63,6 +63,16 @@ impl ProtocolVersion {
 
     /// Whether WELCOME counts the devices that the host has for the guest.
     pub(super) const fn welcome_counts_devices(self) -> bool {
+        match self {
+            ProtocolVersion::V3 => false,
+            ProtocolVersion::V4 => true,
+        }
+    }
+
+    /// Whether the guest places no other tensor in the bytes behind a tensor that
+    /// [`Type::row_padding`](crate::ir::Type::row_padding) counts. In a buffer of weights they stay
+    /// as the host has allocated them: zero.
+    pub const fn pads_rows(self) -> bool {
         match self {
             ProtocolVersion::V3 => false,
             ProtocolVersion::V4 => true,

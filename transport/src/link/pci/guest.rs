@@ -206,7 +206,7 @@ impl PciDevice {
     /// [`PciError::Full`] when all slots are in use, [`PciError::Ended`], [`PciError::Timeout`] and
     /// [`PciError::Refused`] when the executor does not serve, and [`PciError::Io`] when a system
     /// call fails.
-    pub fn connect(self, timeout: Duration) -> Result<WindowGuest, PciError> {
+    pub fn connect(mut self, timeout: Duration) -> Result<WindowGuest, PciError> {
         let deadline = Instant::now() + timeout;
         if self.page.load(directory::word::HOST_STATE) != 1 {
             return Err(PciError::Ended { device: self.name });
@@ -222,6 +222,9 @@ impl PciDevice {
                 continue;
             }
             if self.request(k, deadline, timeout)? {
+                // An executor that was killed leaves its directory. The next one has answered then.
+                self.directory = Directory::read(&*self.page, self.directory.size)
+                    .map_err(|error| not_vgpu(&self.name, error))?;
                 return self.open_slot(k, file);
             }
             // The previous session in the slot has not ended. Closing the file releases the lock.
@@ -477,6 +480,66 @@ mod tests {
         }
     }
 
+    /// The device with this memory, with a file of its own for the locks.
+    fn device(memory: &rustix::fd::OwnedFd, locks: &Path) -> PciDevice {
+        File::create(locks).unwrap();
+        let registers = sealed_file(4096).unwrap();
+        let page = Window::map_part(memory.as_fd(), 0, directory::PAGE).unwrap();
+        PciDevice {
+            name: locks.display().to_string(),
+            window_file: locks.to_owned(),
+            file: memory.try_clone().unwrap().into(),
+            // SAFETY: a sealed file of 4096 bytes.
+            registers: Arc::new(unsafe { Registers::map(registers.as_fd()) }.unwrap()),
+            directory: Directory::read(&page, directory::MIN_SIZE).unwrap(),
+            page: Arc::new(page),
+        }
+    }
+
+    /// Sends a request, and waits until the host has it.
+    fn works(guest: &mut WindowGuest) -> Result<(), LinkError> {
+        let sent = guest.send(b"request", crate::bytes::Bytes::from(&[][..]));
+        sent.and_then(|request| guest.wait_retired(request))
+    }
+
+    /// A program waits for an executor that was killed. The next one answers it.
+    #[test]
+    fn program_that_waits_while_the_next_executor_starts_has_a_session() {
+        let memory = sealed_file(directory::MIN_SIZE).unwrap();
+        let serve = || {
+            let bell = VmDoorbell::new(new_eventfd().unwrap(), None);
+            let region = memory.try_clone().unwrap();
+            VmWindow::new(region, directory::MIN_SIZE, bell, None).unwrap()
+        };
+        let killed = serve();
+        let folder = tempfile::tempdir().unwrap();
+        let waiting = device(&memory, &folder.path().join("device"));
+        let mut next = serve();
+        drop(killed);
+        let ends = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut host = loop {
+                    match next.next(Duration::from_millis(1)).unwrap() {
+                        VmEvent::Arrival(arrival) => break arrival.handshake().unwrap(),
+                        _ if ends.load(Ordering::Relaxed) => return,
+                        _ => {}
+                    }
+                };
+                while !ends.load(Ordering::Relaxed) {
+                    // The guest sleeps meanwhile, and then looks whether the executor is there.
+                    std::thread::sleep(Duration::from_millis(5));
+                    let _ = host.receive(&mut Vec::new(), Duration::from_millis(1));
+                }
+            });
+            let _end = EndOnDrop(&ends);
+            let mut guest = waiting.connect(Duration::from_secs(20)).unwrap();
+            for _ in 0..3 {
+                assert_eq!(works(&mut guest), Ok(()));
+            }
+        });
+    }
+
     /// Both programs have locks of their own, as in two containers with mounts of sysfs of their
     /// own: each device has the region's memory, and another file for the locks.
     #[test]
@@ -488,26 +551,8 @@ mod tests {
         let mut machine = VmWindow::new(region, size, bell, None).unwrap();
         let ends = AtomicBool::new(false);
         let folder = tempfile::tempdir().unwrap();
-        let device = |name: &str| {
-            let window_file = folder.path().join(name);
-            File::create(&window_file).unwrap();
-            let registers = sealed_file(4096).unwrap();
-            let page = Window::map_part(memory.as_fd(), 0, directory::PAGE).unwrap();
-            PciDevice {
-                name: name.to_owned(),
-                window_file,
-                file: memory.try_clone().unwrap().into(),
-                // SAFETY: a sealed file of 4096 bytes.
-                registers: Arc::new(unsafe { Registers::map(registers.as_fd()) }.unwrap()),
-                directory: Directory::read(&page, size).unwrap(),
-                page: Arc::new(page),
-            }
-        };
+        let device = |name: &str| device(&memory, &folder.path().join(name));
         let connect = |name: &str| device(name).connect(Duration::from_secs(20)).unwrap();
-        let works = |guest: &mut WindowGuest| {
-            let sent = guest.send(b"request", crate::bytes::Bytes::from(&[][..]));
-            sent.and_then(|request| guest.wait_retired(request))
-        };
         let start = std::sync::Barrier::new(2);
         std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use super::directory::{
     Directory, DirectoryError, PAGE, VERDICT_ACCEPTED, VERDICT_BUSY, VERDICT_FAILED, word,
 };
+use super::slots::{SlotUse, SlotWatch};
 use crate::error::LinkError;
 use crate::link::epoch::new_epoch;
 use crate::link::window::WindowHost;
@@ -102,6 +103,7 @@ pub struct VmWindow {
     bell: Arc<VmDoorbell>,
     events: OwnedFd,
     slots: Vec<Slot>,
+    watch: Arc<SlotWatch>,
     silence: Option<Duration>,
 }
 
@@ -165,6 +167,8 @@ impl GuestHeartbeat {
 struct Eviction {
     is_asked: AtomicBool,
     event: OwnedFd,
+    /// What other threads see of the session.
+    _seen: Option<SlotUse>,
 }
 
 /// An event of the device.
@@ -206,6 +210,7 @@ impl VmWindow {
         let events = bell.subscribe()?;
         Ok(VmWindow {
             file: Arc::new(file),
+            watch: SlotWatch::new(Arc::clone(&page), directory.epoch, directory.slots),
             page,
             directory,
             bell: Arc::new(bell),
@@ -218,6 +223,11 @@ impl VmWindow {
     /// The directory of the device.
     pub fn directory(&self) -> &Directory {
         &self.directory
+    }
+
+    /// What the slots do, for other threads.
+    pub fn watch(&self) -> &Arc<SlotWatch> {
+        &self.watch
     }
 
     /// Waits up to `timeout` for an event.
@@ -245,11 +255,13 @@ impl VmWindow {
 
     /// The next request whose slot is free.
     fn next_request(&mut self) -> Result<Option<PciArrival>, LinkError> {
+        self.watch.look();
         for k in 0..self.slots.len() {
             let number = self.page.load(word::request(k));
             let slot = &mut self.slots[k];
-            if let Some(running) = &mut slot.running {
-                running.heartbeat.sample();
+            if let Some(Running { heartbeat, .. }) = &mut slot.running {
+                heartbeat.sample();
+                self.watch.heartbeat(k, heartbeat.beat, heartbeat.changed);
             }
             if number != slot.seen {
                 slot.seen = number;
@@ -257,6 +269,7 @@ impl VmWindow {
                 let since = slot.waiting.map_or_else(Instant::now, |(_, since)| since);
                 slot.waiting = Some((number, since));
             }
+            self.watch.waiting(k, slot.waiting.map(|(_, since)| since));
             let Some((number, since)) = slot.waiting else {
                 continue;
             };
@@ -274,6 +287,7 @@ impl VmWindow {
                     continue;
                 }
                 eviction.is_asked.store(true, Ordering::Relaxed);
+                self.watch.evict(k);
                 let _ = rustix::io::write(&eviction.event, &1u64.to_ne_bytes());
                 if since.elapsed() > HEARTBEAT_WAIT + EVICTION {
                     slot.waiting = None;
@@ -285,6 +299,7 @@ impl VmWindow {
             let token = Arc::new(Eviction {
                 is_asked: AtomicBool::new(false),
                 event: new_eventfd()?,
+                _seen: Some(self.watch.begin(k, number)),
             });
             let begin = self.directory.slot(k).start as u64;
             let page = Window::map_part(self.file.as_fd(), begin, layout::PAGE);
@@ -487,6 +502,7 @@ mod tests {
             let eviction = Arc::new(Eviction {
                 is_asked: AtomicBool::new(false),
                 event: new_eventfd().unwrap(),
+                _seen: None,
             });
             let mut heartbeat = GuestHeartbeat::new(map(begin));
             heartbeat.changed = Instant::now().checked_sub(ALIVE).unwrap();
@@ -535,10 +551,50 @@ mod tests {
         contended.eviction = Arc::new(Eviction {
             is_asked: AtomicBool::new(false),
             event: new_eventfd().unwrap(),
+            _seen: None,
         });
         let event = contended.machine.next(Duration::from_millis(1)).unwrap();
         assert!(matches!(event, VmEvent::Arrival(_)), "{event:?}");
         assert_eq!(contended.verdict(), None);
+    }
+
+    /// What `vgpu dump` says of a slot whose owner is dead, and that another program waits for.
+    #[test]
+    fn slots_are_described_for_other_threads() {
+        let mut contended = Contended::new();
+        let watch = Arc::clone(contended.machine.watch());
+        let lines = || watch.to_string();
+        assert!(lines().starts_with("epoch 0x"), "{}", lines());
+        let waits = "last request 0x63 without an answer; another program waits for it, for ";
+        assert!(lines().contains(waits), "{}", lines());
+        assert_eq!(lines().lines().count(), 2, "one slot is used: {}", lines());
+        while !contended.is_asked() {
+            contended.next();
+        }
+        // The session of the test is none of the machine's. The next one is.
+        contended.eviction = Arc::new(Eviction {
+            is_asked: AtomicBool::new(false),
+            event: new_eventfd().unwrap(),
+            _seen: None,
+        });
+        let VmEvent::Arrival(arrival) = contended.machine.next(Duration::ZERO).unwrap() else {
+            panic!("{}", lines());
+        };
+        contended.slot.store(layout::word::GUEST_HEARTBEAT, 7);
+        contended.next();
+        let session = "slot 0: session of request 0x63, owner 0x63, last request 0x63 without an \
+                       answer; heartbeat 7, unchanged for ";
+        assert!(lines().contains(session), "{}", lines());
+        assert!(!lines().contains("waits for it"), "{}", lines());
+        drop(arrival);
+        let failed = "slot 0: free, owner 0x63, last request 0x63 failed";
+        assert!(lines().contains(failed), "{}", lines());
+        contended.directory.store(word::EPOCH, 1);
+        assert!(
+            lines().starts_with("epoch 0x1 (of another executor"),
+            "{}",
+            lines()
+        );
     }
 
     /// Two programs that ask in turns get the slot as soon as one does.

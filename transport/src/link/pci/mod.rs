@@ -45,6 +45,8 @@ mod guest;
 mod host;
 pub mod ivshmem;
 mod lock;
+mod slots;
 
 pub use guest::{DOORBELL, DeviceMismatch, PciDevice, PciError, connect};
 pub use host::{PciArrival, VmDoorbell, VmError, VmEvent, VmWindow};
+pub use slots::SlotWatch;

@@ -15,6 +15,7 @@ use crate::error::{LinkError, LinkViolation};
 use crate::fork::OwnFd;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::side::Side;
+use crate::link::stream_state::StreamFigures;
 use crate::shm::liveness::{SILENCE, STALL, Silence, StillTime};
 
 /// The size of a frame's header, in bytes.
@@ -128,6 +129,7 @@ struct Partial {
 pub(super) struct Framing {
     channel: Box<dyn Channel>,
     socket: Option<Arc<OwnFd>>,
+    figures: Arc<StreamFigures>,
     /// Outgoing bytes. The channel has accepted the first `sent` of them.
     out: Vec<u8>,
     sent: usize,
@@ -162,6 +164,7 @@ impl Framing {
         Framing {
             channel,
             socket,
+            figures: Arc::default(),
             out: Vec::new(),
             sent: 0,
             is_buffered: false,
@@ -178,6 +181,11 @@ impl Framing {
             error: None,
             chunk: vec![0; CHUNK],
         }
+    }
+
+    /// What this end has sent and received, for other threads.
+    pub(super) fn figures(&self) -> &Arc<StreamFigures> {
+        &self.figures
     }
 
     /// Stores the first error and returns it.
@@ -274,6 +282,7 @@ impl Framing {
         let start = self.out.len();
         self.out.resize(start + payload, 0);
         fill(&mut self.out[start..]);
+        self.figures.queued(self.unsent());
     }
 
     /// Writes and reads as much as possible without blocking.
@@ -289,7 +298,10 @@ impl Framing {
         while self.sent < self.out.len() {
             match self.channel.write(&self.out[self.sent..]) {
                 Ok(0) => return Err(self.fail(LinkError::Closed)),
-                Ok(count) => self.sent += count,
+                Ok(count) => {
+                    self.sent += count;
+                    self.figures.sent(count);
+                }
                 Err(error) if would_block(&error) => break,
                 Err(error) => return Err(self.cannot_write(&error)),
             }
@@ -303,6 +315,7 @@ impl Framing {
             Err(error) if would_block(&error) => self.is_buffered = true,
             Err(error) => return Err(self.cannot_write(&error)),
         }
+        self.figures.queued(self.unsent());
         Ok(())
     }
 
@@ -338,6 +351,7 @@ impl Framing {
                 Ok(0) => Err(LinkError::Closed),
                 Ok(count) => {
                     self.activity = true;
+                    self.figures.received(count);
                     self.parse(&chunk[..count]).map(|()| true)
                 }
                 Err(error) if would_block(&error) => Ok(false),
@@ -393,6 +407,7 @@ impl Framing {
                 return Err(LinkViolation::RetirementOrder { number, last }.into());
             }
             self.retired = number;
+            self.figures.retired(number);
         }
         self.has_heartbeat |= kind == FrameKind::Heartbeat;
         if matches!(kind, FrameKind::Reply | FrameKind::Request) {

@@ -12,6 +12,7 @@ use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd};
+use crate::link::link_state::LinkWatch;
 use crate::link::side::Side;
 use crate::link::slow_wait::SlowWait;
 use crate::lock::lock;
@@ -205,6 +206,11 @@ impl GuestEnd for StreamGuest {
         }
         self.counters.round_trips += 1;
         self.pump_until(|framing| (framing.retired() >= request).then_some(()))
+    }
+
+    fn watch(&self) -> Option<LinkWatch> {
+        let figures = Arc::clone(lock(&self.framing).figures());
+        Some(LinkWatch::Stream(figures))
     }
 
     fn is_closed(&mut self) -> bool {

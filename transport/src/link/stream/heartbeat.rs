@@ -4,12 +4,12 @@
 //! again and again would have many.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread;
 
 use super::framing::{FrameKind, Framing, SharedFraming};
 use crate::fork::PerProcess;
-use crate::lock::lock;
+use crate::lock::{lock, try_lock};
 use crate::shm::liveness::PERIOD;
 
 /// The links with a heartbeat.
@@ -57,11 +57,9 @@ fn run() {
 
 /// Sends a heartbeat. Returns whether the link has not ended.
 fn beat(framing: &SharedFraming) -> bool {
-    let mut framing = match framing.try_lock() {
-        Ok(framing) => framing,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+    let Some(mut framing) = try_lock(framing) else {
         // The thread of the link is sending. Other links do not wait for it.
-        Err(TryLockError::WouldBlock) => return true,
+        return true;
     };
     if framing.check().is_err() {
         return false;

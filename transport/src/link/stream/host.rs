@@ -10,10 +10,12 @@ use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
-use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming};
+use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming, IsCancelled, LAST_MESSAGES};
+use crate::link::link_state::LinkWatch;
 use crate::link::side::Side;
+use crate::link::stream_state::StreamFigures;
 use crate::lock::lock;
-use crate::shm::liveness::{PERIOD, SILENCE, Silence};
+use crate::shm::liveness::{SILENCE, Silence};
 
 /// The time that a host waits for the rest of a frame: its length is limited, so this is enough for
 /// slow networks. The time in which the host does not read does not count.
@@ -22,6 +24,7 @@ const FRAME_TIMEOUT: Duration = Duration::from_secs(60);
 /// The host's end of a link over a byte stream.
 pub struct StreamHost {
     framing: SharedFraming,
+    figures: Arc<StreamFigures>,
     current: Option<Frame>,
     received: u64,
     retired: u64,
@@ -41,6 +44,7 @@ pub struct StreamHost {
     reply_timeout: Duration,
     /// The time without a byte after which a guest with a heartbeat has died.
     silence: Duration,
+    is_cancelled: IsCancelled,
 }
 
 impl StreamHost {
@@ -50,10 +54,13 @@ impl StreamHost {
     ///
     /// When the process cannot start the heartbeat thread.
     pub fn new(channel: Box<dyn Channel>) -> std::io::Result<StreamHost> {
-        let framing = Arc::new(Mutex::new(Framing::new(channel, Side::Host)));
+        let framing = Framing::new(channel, Side::Host);
+        let figures = Arc::clone(framing.figures());
+        let framing = Arc::new(Mutex::new(framing));
         heartbeat::start(&framing)?;
         Ok(StreamHost {
             framing,
+            figures,
             current: None,
             received: 0,
             retired: 0,
@@ -66,6 +73,7 @@ impl StreamHost {
             frame_timeout: FRAME_TIMEOUT,
             reply_timeout: GUEST_STALL,
             silence: SILENCE,
+            is_cancelled: Box::new(|| false),
         })
     }
 
@@ -91,6 +99,10 @@ impl StreamHost {
 }
 
 impl HostEnd for StreamHost {
+    fn set_cancel(&mut self, is_cancelled: IsCancelled) {
+        self.is_cancelled = is_cancelled;
+    }
+
     fn certificates(&self) -> &[Vec<u8>] {
         &self.certificates
     }
@@ -156,6 +168,10 @@ impl HostEnd for StreamHost {
         lock(&self.framing).silence()
     }
 
+    fn watch(&self) -> Option<LinkWatch> {
+        Some(LinkWatch::Stream(Arc::clone(&self.figures)))
+    }
+
     fn payload(&self) -> Bytes<'_> {
         Bytes::from(self.current.as_ref().map_or(&[][..], Frame::payload))
     }
@@ -199,10 +215,12 @@ impl HostEnd for StreamHost {
                         room.copy_from_slice(payload);
                     },
                 );
+                self.figures.replied(self.received);
                 self.reported = self.retired;
             }
             framing.push_out()?;
-            if framing.unsent() < HIGH_WATER {
+            // A cancelled end leaves the message to its drop.
+            if framing.unsent() < HIGH_WATER || (self.is_cancelled)() {
                 break;
             }
             if began.elapsed() > self.reply_timeout {
@@ -218,9 +236,16 @@ impl HostEnd for StreamHost {
         Ok(())
     }
 
+    /// Queues the message, for the drop of the end to send.
+    fn send_last(&mut self, message: &[u8]) -> Result<(), LinkError> {
+        self.set_cancel(Box::new(|| true));
+        self.send(message, 0, &mut |_| {})
+    }
+
     fn retire(&mut self) {
         if let Some(frame) = self.current.take() {
             self.retired = frame.number();
+            self.figures.retired(self.retired);
         }
     }
 
@@ -232,16 +257,19 @@ impl HostEnd for StreamHost {
 impl Drop for StreamHost {
     fn drop(&mut self) {
         let began = Instant::now();
-        // Sends the queued replies, if the guest reads them within one period.
+        // Sends the queued messages, if the guest reads them soon.
         loop {
             let mut framing = lock(&self.framing);
-            if framing.push_out().is_err() || framing.unsent() == 0 || began.elapsed() > PERIOD {
+            if framing.push_out().is_err()
+                || framing.unsent() == 0
+                || began.elapsed() > LAST_MESSAGES
+            {
                 framing.close();
                 return;
             }
             let wait = framing.waiting_out();
             drop(framing);
-            let _ = wait.wait(POLL_PERIOD);
+            let _ = wait.wait(LAST_MESSAGES.saturating_sub(began.elapsed()));
         }
     }
 }
@@ -256,6 +284,7 @@ mod tests {
     use super::super::framing::HOST_RECEIVED;
     use super::super::guest::StreamGuest;
     use super::*;
+    use crate::shm::liveness::PERIOD;
 
     const WAIT: Duration = Duration::from_secs(20);
 
@@ -281,6 +310,64 @@ mod tests {
             .collect();
         bytes.extend(number.to_le_bytes());
         bytes
+    }
+
+    /// A guest that does not read keeps a cancelled end no longer than its last messages.
+    #[test]
+    fn a_cancelled_end_waits_for_no_guest() {
+        let (mut host, guest) = host();
+        let began = Instant::now();
+        host.set_cancel(Box::new(move || {
+            began.elapsed() > Duration::from_millis(20)
+        }));
+        let mut sent = 0;
+        // More than the socket and the queue take.
+        while !(host.is_cancelled)() || sent < 3 * HIGH_WATER {
+            host.send(&[1], MAX_PAYLOAD, &mut |_| {}).unwrap();
+            sent += MAX_PAYLOAD;
+        }
+        assert!(began.elapsed() < GUEST_STALL / 2, "{:?}", began.elapsed());
+        drop(host);
+        assert!(began.elapsed() < GUEST_STALL / 2, "{:?}", began.elapsed());
+        drop(guest);
+    }
+
+    /// The last message of an end does not wait twice for a guest that does not read, and reaches a
+    /// guest that begins to read late.
+    #[test]
+    fn last_message_has_the_stated_time_once() {
+        for reads in [false, true] {
+            let (mut host, guest) = host();
+            host.set_cancel(Box::new(|| true));
+            // For a guest that does not read, more than an end that is not cancelled queues.
+            let wanted = if reads { MAX_PAYLOAD } else { 2 * HIGH_WATER };
+            let mut queued = 0;
+            while queued < wanted {
+                host.send(&[1], MAX_PAYLOAD, &mut |_| {}).unwrap();
+                queued += MAX_PAYLOAD;
+            }
+            host.set_cancel(Box::new(|| false));
+            let reader = reads.then(|| {
+                let mut guest = guest.try_clone().unwrap();
+                thread::spawn(move || {
+                    thread::sleep(LAST_MESSAGES / 20);
+                    let mut all = Vec::new();
+                    guest.read_to_end(&mut all).unwrap();
+                    all
+                })
+            });
+            let began = Instant::now();
+            host.send_last(b"the last one").unwrap();
+            drop(host);
+            let took = began.elapsed();
+            match reader {
+                Some(reader) => assert!(reader.join().unwrap().ends_with(b"the last one")),
+                None => assert!(
+                    (LAST_MESSAGES..LAST_MESSAGES + WAIT / 2).contains(&took),
+                    "{took:?}"
+                ),
+            }
+        }
     }
 
     #[test]

@@ -34,3 +34,5 @@ pub mod x509;
 pub use channel::{Channel, Plain};
 pub use guest::StreamGuest;
 pub use host::StreamHost;
+
+pub use super::stream_state::{StreamFigures, StreamState};

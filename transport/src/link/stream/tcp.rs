@@ -218,6 +218,13 @@ impl Listener {
     }
 }
 
+impl AsFd for Listener {
+    /// The descriptor is readable when a guest has connected.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
 /// A connected guest before the handshake.
 #[derive(Debug)]
 pub struct Arrival {

@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
@@ -89,6 +89,16 @@ impl Listener {
                 socket.set_nonblocking(true)?;
                 Ok(Some((socket.into(), None)))
             }
+        }
+    }
+}
+
+impl AsFd for Listener {
+    /// The descriptor is readable when a guest has connected.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Listener::Kernel(socket) => socket.as_fd(),
+            Listener::Unix(listener, _) => listener.as_fd(),
         }
     }
 }

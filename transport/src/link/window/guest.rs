@@ -12,6 +12,7 @@ use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd, StagingRegion};
 use crate::link::fd_passing::Files;
+use crate::link::link_state::LinkWatch;
 use crate::link::side::Side;
 use crate::link::window_end::{
     WAKE_ON_REQUEST, WAKE_ON_ROOM, Waiting, WindowEnd, completion_ring, count_in, read_message,
@@ -421,6 +422,10 @@ impl GuestEnd for WindowGuest {
         // goes on.
         let file = files.receive()?;
         Window::map_foreign(file.as_fd(), size).map_err(unmapped)
+    }
+
+    fn watch(&self) -> Option<LinkWatch> {
+        Some(LinkWatch::Window(Arc::clone(&self.window)))
     }
 
     fn is_closed(&mut self) -> bool {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
-use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming};
+use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming, IsCancelled};
 use crate::link::fd_passing::Files;
 use crate::link::side::Side;
 use crate::link::window_end::{
@@ -40,6 +40,7 @@ pub struct WindowHost {
     files: Option<Files>,
     /// How long a reply waits for room in the ring, of a guest that takes none.
     reply_timeout: Duration,
+    is_cancelled: IsCancelled,
 }
 
 impl WindowHost {
@@ -73,6 +74,7 @@ impl WindowHost {
             reserved: None,
             files: None,
             reply_timeout: GUEST_STALL,
+            is_cancelled: Box::new(|| false),
         }
     }
 
@@ -93,6 +95,10 @@ impl WindowHost {
 }
 
 impl HostEnd for WindowHost {
+    fn set_cancel(&mut self, is_cancelled: IsCancelled) {
+        self.is_cancelled = is_cancelled;
+    }
+
     fn receive(
         &mut self,
         message: &mut Vec<u8>,
@@ -211,18 +217,23 @@ impl HostEnd for WindowHost {
         }
         let number = self.sent + 1;
         let (window, completions) = (&*self.window, &mut self.completions);
+        let is_cancelled = &self.is_cancelled;
         let payload = Payload::Inline(payload_len);
         let room = self.end.wait(
             Waiting::Progress,
             WAKE_ON_ROOM,
             Some(self.reply_timeout),
-            || completions.reserve(window, number, message_len, payload),
+            || match completions.reserve(window, number, message_len, payload)? {
+                Some(room) => Ok(Some(Ok(room))),
+                None => Ok(is_cancelled().then_some(Err(LinkError::Cancelled))),
+            },
         )?;
         let Some(room) = room else {
             return Err(self.end.fail(LinkError::Stalled {
                 seconds: self.reply_timeout.as_secs(),
             }));
         };
+        let room = room?;
         let payload = room.payload.clone();
         self.reserved = Some(room);
         Ok(window.bytes_mut(payload))
@@ -265,20 +276,38 @@ impl HostEnd for WindowHost {
 mod tests {
     use super::super::WindowGuest;
     use super::*;
-    use crate::link::end::GuestEnd as _;
+    use crate::link::end::{GuestEnd as _, LAST_MESSAGES};
     use crate::shm::doorbell::EventDoorbell;
     use crate::shm::layout::MIN_SIZE;
+
+    /// Both ends of a link over the smallest window.
+    fn ends() -> (WindowGuest, WindowHost) {
+        let window = Arc::new(Window::anonymous(MIN_SIZE).unwrap());
+        let layout = Layout::new(MIN_SIZE, 5).unwrap();
+        layout.write(&*window);
+        let (guest_bell, host_bell) = EventDoorbell::pair().unwrap();
+        let guest = Arc::clone(&window);
+        let guest = WindowGuest::new(guest, &layout, Box::new(guest_bell), None);
+        let host = WindowHost::new(window, &layout, Box::new(host_bell), None);
+        (guest, host)
+    }
+
+    /// Receives `sent` messages of 1 and then one of 2.
+    fn receive_all(guest: &mut WindowGuest, sent: usize) {
+        let mut payload = vec![0; 16 << 10];
+        for i in 0..=sent {
+            let mut message = Vec::new();
+            guest
+                .receive(&mut message, (&mut payload[..]).into())
+                .unwrap();
+            assert_eq!(message, [if i < sent { 1 } else { 2 }]);
+        }
+    }
 
     #[test]
     fn guest_that_does_not_take_its_replies_loses_its_link() {
         for reads in [false, true] {
-            let window = Arc::new(Window::anonymous(MIN_SIZE).unwrap());
-            let layout = Layout::new(MIN_SIZE, 5).unwrap();
-            layout.write(&*window);
-            let (guest_bell, host_bell) = EventDoorbell::pair().unwrap();
-            let guest = Arc::clone(&window);
-            let mut guest = WindowGuest::new(guest, &layout, Box::new(guest_bell), None);
-            let mut host = WindowHost::new(window, &layout, Box::new(host_bell), None);
+            let (mut guest, mut host) = ends();
             assert_eq!(host.reply_timeout, Duration::from_secs(60));
             host.reply_timeout = Duration::from_millis(100);
             let mut outcome = Ok(());
@@ -296,6 +325,62 @@ mod tests {
             }
             let lost = Err(LinkError::Stalled { seconds: 0 });
             assert_eq!(outcome, if reads { Ok(()) } else { lost });
+        }
+    }
+
+    /// A wait for room ends when it is cancelled. What has room is sent also then.
+    #[test]
+    fn a_cancelled_end_waits_for_no_guest() {
+        let (mut guest, mut host) = ends();
+        let began = Instant::now();
+        host.set_cancel(Box::new(move || {
+            began.elapsed() > Duration::from_millis(20)
+        }));
+        let mut sent = 0;
+        let cancelled = loop {
+            match host.reserve(1, 16 << 10).map(drop) {
+                Ok(()) => host.send_reserved(&[1]).unwrap(),
+                Err(error) => break error,
+            }
+            sent += 1;
+        };
+        assert_eq!(cancelled, LinkError::Cancelled);
+        host.send(&[2], 0, &mut |_| {}).unwrap();
+        receive_all(&mut guest, sent);
+    }
+
+    /// A guest whose ring is full hears why its session ends, if it takes its replies in time. One
+    /// that does not keeps the end for no longer.
+    #[test]
+    fn last_message_waits_for_room_although_the_end_is_cancelled() {
+        for reads in [true, false] {
+            let (mut guest, mut host) = ends();
+            host.set_cancel(Box::new(|| true));
+            let mut sent = 0;
+            for payload in [16 << 10, 0] {
+                while host.reserve(1, payload).is_ok() {
+                    host.send_reserved(&[1]).unwrap();
+                    sent += 1;
+                }
+            }
+            let reader = std::thread::spawn(move || {
+                if !reads {
+                    return guest;
+                }
+                std::thread::sleep(LAST_MESSAGES / 20);
+                receive_all(&mut guest, sent);
+                guest
+            });
+            let began = Instant::now();
+            let outcome = host.send_last(&[2]);
+            let took = began.elapsed();
+            match reads {
+                true => assert_eq!(outcome, Ok(())),
+                false => assert_eq!(outcome, Err(LinkError::Cancelled)),
+            }
+            assert!(took < GUEST_STALL / 2, "{took:?}");
+            assert_eq!(took >= LAST_MESSAGES, !reads, "{took:?}");
+            drop(reader.join().unwrap());
         }
     }
 }
