@@ -16,7 +16,7 @@ use vgpu_transport::ir::Capabilities;
 use crate::abi::{
     BufferType, ggml_backend_buffer_type_i_v3, ggml_backend_buffer_type_t,
     ggml_backend_buffer_type_v3, ggml_backend_dev_t, ggml_backend_device, ggml_backend_device_i,
-    ggml_backend_reg_t,
+    ggml_backend_reg_t, ggml_tensor,
 };
 use crate::connect::{ConnectTimeouts, DeviceAddress, ExecutorConnectError, LONG, SHORT, connect};
 use crate::ffi::object;
@@ -267,6 +267,19 @@ impl DeviceContext {
     /// The translation of that ggml's ids.
     pub(crate) fn translator(&self) -> &Translator {
         &self.translator
+    }
+
+    /// The bytes that a tensor takes in a buffer of the executor: its own and
+    /// [`Type::row_padding`](vgpu_transport::ir::Type::row_padding).
+    ///
+    /// # Safety
+    ///
+    /// The tensor must be a valid one of the device's ggml.
+    pub(crate) unsafe fn allocation_of(&self, tensor: &ggml_tensor) -> usize {
+        // SAFETY: a valid tensor of this ggml: this function's contract.
+        let (bytes, shape) = unsafe { (self.ggml.nbytes(tensor), self.translator.shape(tensor)) };
+        let padding = shape.map_or(0, |shape| shape.ty.row_padding(shape.ne[0]));
+        bytes.saturating_add(padding as usize)
     }
 
     /// The session in use, or a new one if that one is lost.

@@ -2,7 +2,7 @@
 //! library.
 //!
 //! ```text
-//! ggml-vgpu-stamp: plugin 0.1.0+git20261126134501.1a2b3c4d, ggml 0.20-0.25 (API 2), 0.26 (API 3)
+//! ggml-vgpu-stamp: plugin 0.1.0-dev.20261126134501+1a2b3c4d, ggml 0.20-0.25 (API 2), 0.26 (API 3)
 //! ggml-vgpu-needs: ggml_version ggml_backend_buffer_init ...
 //! ```
 //!

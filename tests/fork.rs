@@ -38,7 +38,7 @@ const HANG: u32 = 60;
 
 type Case = fn();
 
-const CASES: [(&str, Case); 3] = [
+const CASES: [(&str, Case); 4] = [
     ("both_sides_of_a_fork_compute", both_sides_of_a_fork_compute),
     (
         "fork_while_other_threads_use_the_session",
@@ -47,6 +47,10 @@ const CASES: [(&str, Case); 3] = [
     (
         "programs_that_are_started_inherit_no_descriptor",
         programs_that_are_started_inherit_no_descriptor,
+    ),
+    (
+        "session_does_not_outlive_exec",
+        session_does_not_outlive_exec,
     ),
 ];
 
@@ -333,6 +337,43 @@ fn fork_while_other_threads_use_the_session() {
         }
         ends.store(true, Ordering::Relaxed);
     });
+}
+
+/// How many times the process has called `exec`.
+const EXECUTED: &str = "VGPU_TEST_EXECUTED";
+
+/// The program calls `exec` while a model is loaded: nothing of the session is in the new program,
+/// which has the same process id and loads a model of its own. `main` waits for the end of each
+/// session, also of the one that nobody has closed.
+fn session_does_not_outlive_exec() {
+    let links = || {
+        let own = std::fs::read_dir("/proc/self/fd").expect("procfs");
+        let links = own.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+        let names = links.map(|link| link.to_string_lossy().into_owned());
+        // The test's own standard streams may be sockets.
+        let of_link = names.filter(|name| name.contains("eventfd") || name.contains("memfd:vgpu"));
+        of_link.count()
+    };
+    let mapped = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
+        maps.lines()
+            .filter(|line| line.contains("memfd:vgpu"))
+            .count()
+    };
+    // SAFETY: takes a number. The alarm stays over `exec`.
+    unsafe { libc::alarm(HANG) };
+    if env::var_os(EXECUTED).is_some() {
+        assert_eq!((links(), mapped()), (0, 0), "of the session before `exec`");
+        let model = Model::load();
+        assert!(model.is_right(3.0));
+        return;
+    }
+    let model = Model::load();
+    assert!(model.is_right(1.0));
+    assert!(links() > 0, "the link has descriptors");
+    let mut program = Command::new(env::current_exe().expect("a path"));
+    let error = std::os::unix::process::CommandExt::exec(program.env(EXECUTED, "1"));
+    panic!("{error}");
 }
 
 /// `posix_spawn`, `vfork` and `exec` end with a program that has none of the link's descriptors.

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use ggml::{Backend, Buffer, F32, Ggml, Graph, HostBuffer, I32, stats_path, text};
+use ggml::{Backend, Buffer, F32, Ggml, Graph, HostBuffer, I32, Q8_0, stats_path, text};
 use ggml_vgpu::abi::{self, ggml_tensor};
 use vgpu_transport::lock::lock;
 
@@ -76,6 +76,34 @@ fn buffers_are_aligned_disjoint_and_zero() {
         graph.get::<f32>(tensor).iter().all(|&x| x.to_bits() == 0),
         "memory is zero at first"
     );
+    drop(buffer);
+}
+
+/// Kernels of the host read the last row in units of 512 elements.
+#[test]
+fn quantised_rows_have_room_up_to_the_next_512_elements() {
+    let _lock = exclusive();
+    let ggml = Ggml::get();
+    let graph = Graph::new();
+    // 2 rows of 3 blocks of 34 bytes, and 13 blocks behind them up to 512 elements.
+    let odd = graph.tensor(Q8_0, [96, 2]);
+    let whole = graph.tensor(Q8_0, [1024, 2]);
+    let floats = graph.tensor(F32, [96, 2]);
+    let buft = (ggml.dev_buffer_type)(ggml.device);
+    let wanted = [odd, whole, floats].map(|tensor| (ggml.buft_get_alloc_size)(buft, tensor));
+    assert_eq!(wanted, [6 * 34 + 13 * 34, 64 * 34, 4 * 96 * 2]);
+    let buffer = graph.place();
+    let mut places = [odd, whole, floats].map(|tensor| {
+        // SAFETY: a placed tensor.
+        let base = unsafe { (*tensor).data.addr() };
+        (base, (ggml.nbytes)(tensor))
+    });
+    places.sort_unstable();
+    let at = places.iter().position(|&(_, bytes)| bytes == 6 * 34);
+    let [behind, next] = [0, 1].map(|i| places.get(at.expect("placed") + i).copied());
+    let (base, bytes) = behind.expect("placed");
+    let end = next.map_or(buffer.base() + buffer.size(), |(next, _)| next);
+    assert!(end >= base + bytes + 13 * 34);
     drop(buffer);
 }
 

@@ -29,7 +29,7 @@ pub use ids::Ids;
 macro_rules! needed {
     () => {
         "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name ggml_glu_op_name \
-         ggml_type_name"
+         ggml_type_name ggml_nbytes"
     };
 }
 pub(crate) use needed;
@@ -86,6 +86,7 @@ struct Functions {
     unary_op_name: Function<abi::ggml_unary_op_name_fn>,
     glu_op_name: Function<abi::ggml_glu_op_name_fn>,
     type_name: Function<abi::ggml_type_name_fn>,
+    nbytes: Function<abi::ggml_nbytes_fn>,
     log_internal: Option<Function<abi::ggml_log_internal_fn>>,
     commit: Option<Function<abi::ggml_commit_fn>>,
 }
@@ -111,6 +112,7 @@ impl Ggml {
                 unary_op_name: ggml.needed(c"ggml_unary_op_name")?,
                 glu_op_name: ggml.needed(c"ggml_glu_op_name")?,
                 type_name: ggml.needed(c"ggml_type_name")?,
+                nbytes: ggml.needed(c"ggml_nbytes")?,
                 log_internal: ggml.function(c"ggml_log_internal").ok(),
                 commit: ggml.function(c"ggml_commit").ok(),
             };
@@ -204,6 +206,17 @@ impl Ggml {
         // SAFETY: `ggml_type_name` indexes an array with one string literal for each id, or null
         // for a type that ggml has removed, in an object that is never unloaded.
         unsafe { Ids::new(self.functions.type_name, parse) }
+    }
+
+    /// The bytes from the first to the last element of a tensor.
+    ///
+    /// # Safety
+    ///
+    /// `tensor` must be a valid tensor of this ggml.
+    pub unsafe fn nbytes(&self, tensor: &abi::ggml_tensor) -> usize {
+        // SAFETY: the tensor is valid (this function's contract), and `ggml_nbytes` reads its type,
+        // dimensions and strides only.
+        unsafe { (self.functions.nbytes)(tensor) }
     }
 
     /// Makes the buffer object that `alloc_buffer` returns. ggml owns the object and frees it after

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ptr;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::size::shown;
 
 use crate::abi::{
     GGML_STATUS_SUCCESS, ggml_backend_buffer_i, ggml_backend_buffer_t, ggml_backend_buffer_type_t,
@@ -38,7 +39,8 @@ pub(super) fn alloc(
     let buffer = match Buffer::new(device, size) {
         Ok(buffer) => buffer,
         Err(error) => {
-            tracing::error!("{}: cannot allocate {size} bytes: {error}", device.name());
+            let (name, size) = (device.name(), shown(size as u64));
+            tracing::error!("{name}: cannot allocate {size}: {error}");
             return ptr::null_mut();
         }
     };

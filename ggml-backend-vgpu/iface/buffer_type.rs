@@ -6,7 +6,7 @@ use std::ptr;
 
 use super::{buffer, host_buffer};
 use crate::abi::{
-    ggml_backend_buffer_t, ggml_backend_buffer_type_i_v3, ggml_backend_buffer_type_t,
+    ggml_backend_buffer_t, ggml_backend_buffer_type_i_v3, ggml_backend_buffer_type_t, ggml_tensor,
 };
 use crate::device_context::DeviceContext;
 use crate::ffi::guard;
@@ -17,9 +17,9 @@ pub(super) const CALLBACKS: ggml_backend_buffer_type_i_v3 = ggml_backend_buffer_
     alloc_buffer: Some(alloc_buffer),
     alloc_buffer_n: None, // ggml places the tensors
     get_alignment: Some(get_alignment),
-    get_max_size: None,   // no limit but the executor's memory
-    get_alloc_size: None, // a tensor takes its own size
-    get_alloc_size_n: None,
+    get_max_size: None, // no limit but the executor's memory
+    get_alloc_size: Some(get_alloc_size),
+    get_alloc_size_n: None, // ggml asks for each tensor
     is_host: Some(is_host),
 };
 
@@ -61,6 +61,23 @@ unsafe extern "C" fn alloc_buffer(
 /// Every tensor starts at a multiple of so many bytes.
 unsafe extern "C" fn get_alignment(_: ggml_backend_buffer_type_t) -> usize {
     crate::buffer::ALIGNMENT
+}
+
+/// The bytes of the tensor, and behind quantised rows as many as kernels of the host may read
+/// there ([`DeviceContext::allocation_of`]).
+unsafe extern "C" fn get_alloc_size(
+    buft: ggml_backend_buffer_type_t,
+    tensor: *const ggml_tensor,
+) -> usize {
+    // No allocation succeeds with it, and no sum of a few overflows.
+    const FAILURE: usize = usize::MAX >> 16;
+    guard("get_alloc_size", FAILURE, || {
+        // SAFETY: ggml passes a buffer type of this table, and a valid tensor of its own.
+        unsafe {
+            let device = DeviceContext::of_buffer_type(buft);
+            device.map_or(FAILURE, |device| device.allocation_of(&*tensor))
+        }
+    })
 }
 
 /// The program's processor cannot access the memory.

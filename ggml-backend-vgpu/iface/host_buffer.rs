@@ -3,6 +3,8 @@
 use std::ffi::c_void;
 use std::ptr;
 
+use vgpu_transport::size::shown;
+
 use crate::abi::{
     GGML_STATUS_SUCCESS, ggml_backend_buffer_i, ggml_backend_buffer_t, ggml_backend_buffer_type_t,
     ggml_status, ggml_tensor,
@@ -34,7 +36,8 @@ pub(super) fn alloc(
 ) -> ggml_backend_buffer_t {
     let Some(buffer) = HostBuffer::new(device, size) else {
         let name = device.name();
-        tracing::error!("{name}: no memory for a host buffer of {size} bytes");
+        let size = shown(size as u64);
+        tracing::error!("{name}: no memory for a host buffer of {size}");
         return ptr::null_mut();
     };
     let mut context = into_context(buffer);

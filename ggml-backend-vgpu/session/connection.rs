@@ -145,6 +145,7 @@ impl Connection {
         self.waits
             .begin(WaitStage::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send(&self.message, payload)?;
+        self.waits.sent(self.sent);
         Ok(self.sent)
     }
 
@@ -165,6 +166,7 @@ impl Connection {
             .begin(WaitStage::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send_staged(&self.message, payload)?;
         self.last_staged = self.sent;
+        self.waits.sent(self.sent);
         Ok(self.sent)
     }
 

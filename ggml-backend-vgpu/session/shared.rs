@@ -45,7 +45,7 @@ impl SharedConnection {
             ..
         } = welcome;
         let name = format!("session {session} with the executor ({engine})");
-        let waits = Waits::of(&name);
+        let waits = Waits::of(&name, end.watch());
         let connection = Connection::new(end, *protocol, Arc::clone(&waits));
         SharedConnection {
             name,
@@ -122,6 +122,9 @@ impl SharedConnection {
             *reason = told;
         }
         self.waits.end();
+        if let Err(error) = &outcome {
+            self.waits.failed(error);
+        }
         if let Err(SessionError::Lost(reason)) = &outcome {
             connection.poison_reads();
             self.set_lost(reason.clone());
@@ -207,6 +210,7 @@ impl SharedConnection {
     /// Records the first loss and logs it. Ends the process if `VGPU_REQUIRED=1`.
     fn set_lost(&self, reason: LossReason) {
         if self.lost.set(reason.clone()).is_ok() {
+            self.waits.failed(&reason);
             tracing::error!(
                 "{} is lost: {reason}. Its buffers are gone and its work fails from now on. When \
                  the executor is back, loading a model works again",

@@ -11,6 +11,7 @@ const char * ggml_version(void) { return VERSION; }
 const char * ggml_op_name(int id) { (void) id; return "MUL_MAT"; }
 const char * ggml_unary_op_name(int id) { (void) id; return "ABS"; }
 const char * ggml_type_name(int id) { (void) id; return "f32"; }
+unsigned long ggml_nbytes(const void * tensor) { (void) tensor; return 0; }
 
 #ifndef INCOMPLETE
 const char * ggml_glu_op_name(int id) { (void) id; return "REGLU"; }

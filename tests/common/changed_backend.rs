@@ -1,6 +1,7 @@
-//! ggml's CPU backend with changes: one that fails at every graph, one whose results want more
-//! memory than their elements, and one that computes like a GPU: later, and in a time that is
-//! known.
+//! ggml's CPU backend with changes: one that fails at every graph, one that lacks an operator, and
+//! what backends for GPUs do. Such a backend computes later, in a time that is known; it uses more
+//! memory for a result than its elements have; it reads quantised rows in larger units; it computes
+//! nodes together, and does not store what only they read.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -17,6 +18,7 @@ const SOURCE: &str = r"
 #include <time.h>
 #include <unistd.h>
 #include <ggml-backend-impl.h>
+#include <ggml-impl.h>
 
 static ggml_backend_reg_t real;
 static struct ggml_backend_reg reg;
@@ -27,11 +29,123 @@ static struct ggml_backend_buffer_type buffer_type;
 
 static ggml_backend_buffer_type_t get_buffer_type(ggml_backend_dev_t dev) { return &buffer_type; }
 
-static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_tensor *tensor) {
-    return ggml_nbytes(tensor) + (tensor->op == GREEDY ? 4 : 0);
+static bool is_greedy(const struct ggml_tensor *node) { return node->op == GREEDY; }
+
+// As `ggml-cuda` has it.
+static size_t row_padding(const struct ggml_tensor *tensor) {
+    bool is_whole = !ggml_is_quantized(tensor->type) || tensor->ne[0] % 512 == 0;
+    return READS_ROWS && !is_whole ? ggml_row_size(tensor->type, 512 - tensor->ne[0] % 512) : 0;
 }
 
-static enum ggml_status (*compute)(ggml_backend_t, struct ggml_cgraph *);
+static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_tensor *tensor) {
+    return ggml_nbytes(tensor) + (is_greedy(tensor) ? 4 : 0) + row_padding(tensor);
+}
+
+static bool (*real_supports)(ggml_backend_dev_t, const struct ggml_tensor *);
+
+static bool supports(ggml_backend_dev_t dev, const struct ggml_tensor *node) {
+    return node->op != LACKS && real_supports(dev, node);
+}
+
+static enum ggml_status (*real_compute)(ggml_backend_t, struct ggml_cgraph *);
+
+// The nodes from `first` on that a kernel may compute together, by ggml's own rules.
+static int group(const struct ggml_cgraph *graph, int first) {
+    enum ggml_op ops[8];
+    int nodes[8];
+    int count = 0;
+    for (int i = first; i < graph->n_nodes && count < 8; i++, count++) {
+        ops[count] = graph->nodes[i]->op;
+        nodes[count] = i;
+    }
+    for (; count > 1; count--) {
+        int last = nodes[count - 1];
+        if (ggml_can_fuse_ext(graph, nodes, ops, count) ||
+            ggml_can_fuse_subgraph_ext(graph, nodes, count, ops, &last, 1)) {
+            return count;
+        }
+    }
+    return 1;
+}
+
+static void ruin(struct ggml_tensor *tensor) { memset(tensor->data, 0xff, ggml_nbytes(tensor)); }
+
+// Whether a kernel may write to the result before it has read all sources of the group.
+static bool may_be_early(struct ggml_tensor **nodes, int count) {
+    struct ggml_tensor *result = nodes[count - 1];
+    if (result->op == GGML_OP_SET_ROWS || !ggml_is_contiguous(result)) {
+        return false;
+    }
+    for (int i = 0; i < count; i++) {
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            struct ggml_tensor *source = nodes[i]->src[j];
+            if (source && source->data == result->data) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+int fused_groups;
+
+static enum ggml_status compute_groups(ggml_backend_t backend, struct ggml_cgraph *graph) {
+    for (int i = 0; i < graph->n_nodes;) {
+        int count = group(graph, i);
+        fused_groups += count > 1;
+        if (count > 1 && may_be_early(graph->nodes + i, count)) {
+            ruin(graph->nodes[i + count - 1]);
+        }
+        for (int j = i; j < i + count; j++) {
+            struct ggml_cgraph one = ggml_graph_view(graph, j, j + 1);
+            enum ggml_status status = real_compute(backend, &one);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+        }
+        for (int j = i; j + 1 < i + count; j++) {
+            if (graph->nodes[j]->data != graph->nodes[i + count - 1]->data) {
+                ruin(graph->nodes[j]);
+            }
+        }
+        i += count;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+// Whether activations of 0 give 0 behind each row.
+static bool rows_are_padded(const struct ggml_cgraph *graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const struct ggml_tensor *rows = graph->nodes[i]->src[0];
+        enum ggml_op op = graph->nodes[i]->op;
+        bool is_product = op == GGML_OP_MUL_MAT || op == GGML_OP_MUL_MAT_ID;
+        size_t padding = is_product ? row_padding(rows) : 0;
+        for (size_t at = 0; at < padding; at++) {
+            if (((const char *) rows->data)[ggml_nbytes(rows) + at] != 0) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static enum ggml_status compute(ggml_backend_t backend, struct ggml_cgraph *graph) {
+    if (!rows_are_padded(graph)) {
+        return GGML_STATUS_FAILED;
+    }
+    if (FUSES) {
+        return compute_groups(backend, graph);
+    }
+    enum ggml_status status = real_compute(backend, graph);
+    for (int i = 0; i < graph->n_nodes; i++) {
+        struct ggml_tensor *node = graph->nodes[i];
+        if (is_greedy(node)) {
+            memset((char *) node->data + ggml_nbytes(node), 0xff, 4);
+        }
+    }
+    return status;
+}
+
 static double idle_at;
 
 static double now(void) {
@@ -59,11 +173,13 @@ static enum ggml_status fail(ggml_backend_t backend, struct ggml_cgraph *graph) 
 
 static ggml_backend_t init(ggml_backend_dev_t dev, const char *params) {
     ggml_backend_t backend = init_backend(dev, params);
-    compute = backend->iface.graph_compute;
+    real_compute = backend->iface.graph_compute;
     backend->iface.graph_compute = fail;
     backend->iface.synchronize = NODE_TIME ? synchronize : backend->iface.synchronize;
     return backend;
 }
+
+static const char *get_name(ggml_backend_reg_t r) { return NAME; }
 
 static ggml_backend_dev_t get_device(ggml_backend_reg_t r, size_t index) { return &device; }
 
@@ -79,7 +195,10 @@ ggml_backend_reg_t ggml_backend_init(void) {
     buffer_type.iface.get_alloc_size = get_alloc_size;
     device.iface.get_buffer_type = get_buffer_type;
     device.iface.get_type = get_type;
+    real_supports = device.iface.supports_op;
+    device.iface.supports_op = supports;
     reg.iface.get_device = get_device;
+    reg.iface.get_name = get_name;
     return &reg;
 }
 ";
@@ -89,12 +208,23 @@ pub(crate) struct Changes<'a> {
     /// What C code does instead of computing a graph: `return compute_later(backend, graph);` for a
     /// device with a `node_time`.
     pub(crate) end: &'a str,
-    /// The operator whose results want four bytes more than their elements have.
+    /// The operator whose results want four bytes more than their elements have. A run writes to
+    /// these bytes.
     pub(crate) greedy: &'a str,
+    /// The operator that the device lacks.
+    pub(crate) lacks: &'a str,
+    /// Whether products read quantised rows in units of 512 elements, and fail if there is
+    /// something else than zero behind the last one.
+    pub(crate) reads_rows: bool,
+    /// Whether nodes are computed together where ggml allows it. The library counts such groups in
+    /// `fused_groups`.
+    pub(crate) fuses: bool,
     /// What a node takes, in microseconds of a device that computes after the call. 0: as it is.
     pub(crate) node_time: u32,
     /// `enum ggml_backend_dev_type` of the device.
     pub(crate) kind: &'a str,
+    /// The name of the backend.
+    pub(crate) name: &'a str,
 }
 
 impl Default for Changes<'_> {
@@ -102,8 +232,12 @@ impl Default for Changes<'_> {
         Changes {
             end: "return compute(backend, graph);",
             greedy: "GGML_OP_COUNT",
+            lacks: "GGML_OP_COUNT",
+            reads_rows: false,
+            fuses: false,
             node_time: 0,
             kind: "GGML_BACKEND_DEVICE_TYPE_CPU",
+            name: "CPU",
         }
     }
 }
@@ -122,8 +256,12 @@ pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>
         .args([
             format!("-DEND={}", changes.end),
             format!("-DGREEDY={}", changes.greedy),
+            format!("-DLACKS={}", changes.lacks),
+            format!("-DREADS_ROWS={}", u8::from(changes.reads_rows)),
+            format!("-DFUSES={}", u8::from(changes.fuses)),
             format!("-DNODE_TIME={}", changes.node_time),
             format!("-DTYPE={}", changes.kind),
+            format!("-DNAME=\"{}\"", changes.name),
         ])
         .arg(format!(
             "-DREAL=\"{}\"",

@@ -18,6 +18,7 @@ use super::common::cached;
 /// `enum ggml_type` of this ggml.
 pub(crate) const F32: c_int = 0;
 pub(crate) const I32: c_int = 26;
+pub(crate) const Q8_0: c_int = 8;
 
 /// The functions of a real ggml, and the device of the plugin.
 pub(crate) struct Ggml {
@@ -44,6 +45,8 @@ pub(crate) struct Ggml {
     pub(crate) nbytes: extern "C" fn(*const ggml_tensor) -> usize,
     pub(crate) alloc_ctx_tensors:
         extern "C" fn(*mut c_void, abi::ggml_backend_buffer_type_t) -> ggml_backend_buffer_t,
+    pub(crate) buft_get_alloc_size:
+        extern "C" fn(abi::ggml_backend_buffer_type_t, *const ggml_tensor) -> usize,
     buft_alloc_buffer:
         extern "C" fn(abi::ggml_backend_buffer_type_t, usize) -> ggml_backend_buffer_t,
     pub(crate) buffer_free: extern "C" fn(ggml_backend_buffer_t),
@@ -199,6 +202,7 @@ impl Ggml {
             build_forward_expand: symbol!("ggml_build_forward_expand"),
             nbytes: symbol!("ggml_nbytes"),
             alloc_ctx_tensors: symbol!("ggml_backend_alloc_ctx_tensors_from_buft"),
+            buft_get_alloc_size: symbol!("ggml_backend_buft_get_alloc_size"),
             buft_alloc_buffer: symbol!("ggml_backend_buft_alloc_buffer"),
             buffer_free: symbol!("ggml_backend_buffer_free"),
             buffer_set_usage: symbol!("ggml_backend_buffer_set_usage"),
