@@ -35,6 +35,7 @@ const POLICY: LaunchPolicy = LaunchPolicy {
     repack: true,
     batch: false,
     longest_launch: Duration::MAX,
+    longest_whole: Duration::MAX,
     min_graph_launches: 4,
     min_stages: 4,
 };

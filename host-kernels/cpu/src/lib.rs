@@ -39,6 +39,7 @@ mod operands;
 mod ops;
 mod plan;
 mod region;
+mod resident;
 mod runner;
 mod simd;
 mod system_memory;
@@ -69,6 +70,12 @@ pub struct CpuEngine {
     max_shared: u64,
     runner: Arc<Runner>,
     fuses: bool,
+}
+
+/// The bytes of memory that this machine has, or the smallest limit of the control groups of this
+/// process, if that is less. 0 if the kernel does not tell.
+pub fn machine_memory() -> u64 {
+    system_memory::SystemMemory::of_this_machine().total()
 }
 
 /// The threads of an engine.

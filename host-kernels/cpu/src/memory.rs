@@ -94,11 +94,7 @@ impl CpuMemory {
         let memory = CpuMemory::mapped(size, budget, |len| {
             let pages = len.checked_next_multiple_of(PAGE)?;
             let file = memfd::sealed("vgpu-buffer", pages).ok()?;
-            let map = match budget.has_guards {
-                true => Region::shared_guarded,
-                false => Region::shared,
-            };
-            let region = map(file.as_fd(), len)?;
+            let region = Region::shared_for_budget(budget, file.as_fd(), len)?;
             sealed = Some((file, pages as u64));
             Some(CpuMemoryKind::Shared(region))
         })?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
 
+use super::resident::{MappedRegion, MappedRegions, ResidentBytes};
 use super::system_memory::SystemMemory;
 use super::topology::memory_nodes;
 use vgpu_engine::{EngineError, MemoryInfo};
@@ -38,8 +39,22 @@ const MAX_READING_AGE: Duration = Duration::from_millis(1);
 struct SystemNow {
     /// What may still be used, without the reserve.
     available: u64,
-    /// What this process has touched.
+    /// What the engine has mapped.
+    mapped: u64,
+    /// What of that somebody has touched.
     touched: u64,
+}
+
+/// How the touched pages of the engine are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Count {
+    /// As they were counted last: there may be more.
+    Last,
+    /// As they were counted last, unless that is long ago.
+    Recent,
+    /// They are counted now.
+    #[cfg(test)]
+    Now,
 }
 
 /// The memory that the engine may allocate, and the memory that it has allocated.
@@ -52,6 +67,8 @@ pub(super) struct Budget {
     system: Option<SystemMemory>,
     /// The last reading of `system`, and when it began.
     reading: Mutex<Option<(Instant, SystemNow)>>,
+    /// What is mapped of `used`.
+    regions: Arc<MappedRegions>,
     /// Whether each allocation lies between two pages without access.
     pub(super) has_guards: bool,
 }
@@ -71,6 +88,7 @@ impl Budget {
             used: AtomicU64::new(0),
             system: Some(system),
             reading: Mutex::default(),
+            regions: Arc::default(),
             has_guards: false,
         }
     }
@@ -83,51 +101,71 @@ impl Budget {
             used: AtomicU64::new(0),
             system: None,
             reading: Mutex::default(),
+            regions: Arc::default(),
             has_guards: false,
         }
     }
 
     /// The memory of the budget. The machine reports allocated pages as available until somebody
-    /// touches them, so what this process has allocated and not touched is not free.
+    /// touches them, so what the engine has allocated and nobody has touched is not free.
     pub(super) fn info(&self) -> MemoryInfo {
         let used = self.used.load(Ordering::Relaxed);
         MemoryInfo {
             total: self.total,
-            free: self.free(used, self.system_now()),
+            free: self.free(used, self.system_now(Count::Recent)),
         }
     }
 
     /// What the machine says now. `None`: it has enough for the budget.
-    fn system_now(&self) -> Option<SystemNow> {
+    fn system_now(&self, count: Count) -> Option<SystemNow> {
         let system = self.system.as_ref()?;
         let start = Instant::now();
+        // Before the machine is asked what is available: pages that are touched meanwhile are not
+        // available any more, and not touched by this count, either.
+        let ResidentBytes {
+            mapped,
+            private,
+            shared,
+        } = match count {
+            Count::Last => self.regions.last(),
+            Count::Recent => self.regions.recent(),
+            #[cfg(test)]
+            Count::Now => self.regions.count(),
+        };
         let now = SystemNow {
+            mapped,
+            touched: private.min(system.anonymous()) + shared,
             available: system.available().saturating_sub(self.reserve),
-            touched: system.touched(),
         };
         *lock(&self.reading) = Some((start, now));
         Some(now)
     }
 
-    /// What the machine has said less than [`MAX_READING_AGE`] before `time`, or says now. Memory
-    /// of this process that has been allocated or touched since counts as it does in
-    /// [`system_now`](Budget::system_now), and freed memory counts as used.
+    /// What the machine has said less than [`MAX_READING_AGE`] before `time`, or says now, with the
+    /// pages that were counted last. Memory of this process that has been allocated or touched
+    /// since counts as it does in [`system_now`](Budget::system_now), and freed memory counts as
+    /// used.
     fn system_at(&self, time: Instant) -> Option<SystemNow> {
         let reading = *lock(&self.reading);
         let is_recent = |start| time.saturating_duration_since(start) < MAX_READING_AGE;
         match reading {
             Some((start, now)) if is_recent(start) => Some(now),
-            _ => self.system_now(),
+            _ => self.system_now(Count::Last),
         }
+    }
+
+    /// Whether so many bytes are left of the budget, whatever the machine says.
+    fn has(&self, bytes: u64) -> bool {
+        let sum = self.used.load(Ordering::Relaxed).checked_add(bytes);
+        sum.is_some_and(|sum| sum <= self.total)
     }
 
     /// What is free when `used` bytes are allocated.
     fn free(&self, used: u64, now: Option<SystemNow>) -> u64 {
         let left = self.total.saturating_sub(used);
         let of_system = now.map_or(u64::MAX, |now| {
-            // What the process has touched besides (its own heap, and windows of guests) counts as
-            // if it were allocated here, so `untouched` is too small by as much.
-            let untouched = used.saturating_sub(now.touched);
+            // An allocation is charged before it is mapped, and unmapped before its charge ends.
+            let untouched = used.max(now.mapped).saturating_sub(now.touched);
             now.available.saturating_sub(untouched)
         });
         left.min(of_system)
@@ -186,7 +224,12 @@ impl BudgetCharge {
         // The machine may have freed memory since: only what it says now is a reason to refuse.
         budget
             .charge(bytes, budget.system_at(Instant::now()))
-            .or_else(|_| budget.charge(bytes, budget.system_now()))?;
+            .or_else(|refused| match budget.has(bytes) {
+                // At most a twentieth of the time is spent counting, however often a guest asks.
+                true => budget.charge(bytes, budget.system_now(Count::Recent)),
+                // Nothing that the machine says changes that.
+                false => Err(refused),
+            })?;
         Ok(BudgetCharge {
             budget: Arc::clone(budget),
             bytes,
@@ -215,6 +258,8 @@ impl Drop for BudgetCharge {
 
 /// A mapping with one owner, readable and writable. Unmapped when dropped.
 pub(super) struct Region {
+    /// The place among the mappings of a budget, which ends before the mapping does.
+    counted: Option<MappedRegion>,
     /// The bytes, and the guard pages around them if there are any.
     mapping: MmapRaw,
     /// The offset of the first byte in the mapping: 0, or a guard page.
@@ -239,10 +284,32 @@ impl Region {
 
     /// A private mapping with or without guard pages, as this budget has it.
     pub(super) fn for_budget(budget: &Budget, len: usize) -> Option<Region> {
-        match budget.has_guards {
+        let region = match budget.has_guards {
             true => Region::guarded(len),
             false => Region::private(len),
-        }
+        };
+        Some(region?.counted_by(budget, false))
+    }
+
+    /// A shared mapping with or without guard pages, as this budget has it. As
+    /// [`shared`](Region::shared) otherwise.
+    pub(super) fn shared_for_budget(
+        budget: &Budget,
+        file: BorrowedFd<'_>,
+        len: usize,
+    ) -> Option<Region> {
+        let region = match budget.has_guards {
+            true => Region::shared_guarded(file, len),
+            false => Region::shared(file, len),
+        };
+        Some(region?.counted_by(budget, true))
+    }
+
+    /// The same region, whose touched pages the budget counts.
+    fn counted_by(mut self, budget: &Budget, is_shared: bool) -> Region {
+        let start = self.as_ptr() as usize;
+        self.counted = Some(budget.regions.add(start, self.len, is_shared));
+        self
     }
 
     /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink, so that no
@@ -280,6 +347,7 @@ impl Region {
             interleave(&mapping, nodes());
         }
         Region {
+            counted: None,
             mapping,
             start,
             len,
@@ -304,12 +372,21 @@ impl Region {
     pub(super) unsafe fn discard(&self, range: Range<u64>, advice: UncheckedAdvice) {
         debug_assert!(range.start.is_multiple_of(page()) && range.end <= self.len() as u64);
         if range.start < range.end {
+            // Before the pages are free, so that no more are counted than there are, and after
+            // that: another thread may have counted them meanwhile.
+            let forget = || {
+                if let Some(counted) = &self.counted {
+                    counted.discard(&range);
+                }
+            };
+            forget();
             let at = self.start + range.start as usize;
             let len = (range.end - range.start) as usize;
             // SAFETY: the range lies in the mapping and begins at a page. The caller guarantees
             // that no thread accesses the pages and that their contents are not needed.
             let discarded = unsafe { self.mapping.unchecked_advise_range(advice, at, len) };
             debug_assert!(discarded.is_ok(), "discarding pages: {discarded:?}");
+            forget();
         }
     }
 }
@@ -371,10 +448,22 @@ fn interleave(mapping: &MmapRaw, nodes: &[usize]) -> bool {
 mod tests {
     use std::os::fd::AsFd as _;
 
+    use vgpu_engine::Memory as _;
+
     use super::*;
+    use crate::memory::CpuMemory;
     use crate::system_memory::tests::Machine;
 
     const MIB: u64 = 1 << 20;
+
+    /// What `/proc/self/status` says of a process with so many MiB of heap and windows.
+    fn status(anonymous: u64, shared: u64) -> String {
+        format!(
+            "RssAnon: {} kB\nRssShmem: {} kB\n",
+            anonymous << 10,
+            shared << 10
+        )
+    }
 
     #[test]
     fn memory_that_is_allocated_and_not_touched_is_not_free() {
@@ -384,15 +473,74 @@ mod tests {
         // A 64th of the machine stays free.
         assert_eq!((budget.info().total / MIB, free()), (1000, 584));
         let charge = BudgetCharge::take(&budget, 400 * MIB).unwrap();
-        // The process has touched 7 MiB, and may not get the rest twice.
-        assert_eq!(free(), 191);
-        assert!(BudgetCharge::take(&budget, 192 * MIB).is_err());
-        let status = format!("RssAnon: {} kB\nRssShmem: 0 kB\n", 300 << 10);
-        machine.write("proc/self/status", &status);
-        machine.available(300);
         assert_eq!(free(), 184);
+        assert!(BudgetCharge::take(&budget, 185 * MIB).is_err());
+        machine.available(500);
+        assert_eq!(free(), 84);
         drop(charge);
-        assert_eq!(free(), 284);
+        assert_eq!(free(), 484);
+    }
+
+    /// The heap, and windows that guests have touched, say nothing of the buffers.
+    #[test]
+    fn touched_memory_that_is_no_buffer_does_not_count_as_one() {
+        let machine = Machine::new();
+        machine.write("proc/self/status", &status(300, 256));
+        let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
+        let memory = CpuMemory::new(64 * MIB, &budget).unwrap();
+        assert_eq!(budget.info().free / MIB, 584 - 64);
+        let refused = BudgetCharge::take(&budget, (584 - 63) * MIB).err();
+        let Some(EngineError::OutOfMemory { free, .. }) = refused else {
+            panic!("{refused:?}");
+        };
+        assert_eq!(free / MIB, 584 - 64);
+        drop(memory);
+        assert_eq!(budget.info().free / MIB, 584);
+    }
+
+    #[test]
+    fn touched_pages_of_buffers_count_once() {
+        const LEN: usize = 8 << 20;
+        let machine = Machine::new();
+        machine.write("proc/self/status", &status(100, 0));
+        let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
+        let free = || {
+            lock(&budget.reading).take();
+            budget.free(budget.used(), budget.system_now(Count::Now)) / MIB
+        };
+        let memory = CpuMemory::new(LEN as u64, &budget).unwrap();
+        assert_eq!(free(), 584 - 8);
+        memory.write(0, vec![1; LEN][..].into()).unwrap();
+        // The kernel counts the pages of the buffer now.
+        assert_eq!(free(), 584);
+        // A read touches pages, too, but takes no memory.
+        let unread = CpuMemory::new(LEN as u64, &budget).unwrap();
+        assert_eq!(free(), 584 - 8);
+        machine.write("proc/self/status", &status(8, 0));
+        unread.read(0, (&mut vec![0; LEN][..]).into()).unwrap();
+        assert_eq!(free(), 584 - 8);
+        drop(memory);
+        drop(unread);
+        // A guest may be who touches the pages of a file.
+        let shared = CpuMemory::shared(LEN as u64, &budget).unwrap();
+        machine.write("proc/self/status", &status(0, 0));
+        assert_eq!(free(), 584 - 8);
+        shared.memory.write(0, vec![1; LEN][..].into()).unwrap();
+        assert_eq!(free(), 584);
+    }
+
+    /// An allocation that fits only because pages were touched since they were counted.
+    #[test]
+    fn pages_are_counted_before_a_refusal() {
+        const LEN: usize = 8 << 20;
+        let machine = Machine::new();
+        machine.write("proc/self/status", &status(100, 0));
+        let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
+        let memory = CpuMemory::new(LEN as u64, &budget).unwrap();
+        memory.write(0, vec![1; LEN][..].into()).unwrap();
+        assert_eq!(budget.regions.last().private, 0);
+        BudgetCharge::take(&budget, 580 * MIB).expect("memory that is free");
+        assert_eq!(budget.regions.last().private, LEN as u64);
     }
 
     #[test]
@@ -407,6 +555,7 @@ mod tests {
         assert_eq!(free(Instant::now() + MAX_READING_AGE), 284);
         let full = SystemNow {
             available: 0,
+            mapped: 0,
             touched: 0,
         };
         let later = Instant::now() + Duration::from_secs(3600);

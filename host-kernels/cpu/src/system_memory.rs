@@ -74,12 +74,11 @@ impl SystemMemory {
         free.fold(available, u64::min)
     }
 
-    /// The bytes of anonymous and shared memory that this process has touched: its resident memory
-    /// without files.
-    pub(super) fn touched(&self) -> u64 {
+    /// The bytes of anonymous memory of this process: what it has written to private mappings and
+    /// to its heap, and is not swapped out.
+    pub(super) fn anonymous(&self) -> u64 {
         let status = self.status.as_ref().map(contents).unwrap_or_default();
-        let of = |key| kib(&status, key).unwrap_or(0);
-        of("RssAnon") + of("RssShmem")
+        kib(&status, "RssAnon").unwrap_or(0)
     }
 
     fn meminfo(&self, key: &str) -> Option<u64> {
@@ -157,7 +156,7 @@ pub(super) mod tests {
     const MIB: u64 = 1 << 20;
 
     /// A folder with the files of a machine of 1000 MiB, 600 of them available, and of a process
-    /// that has touched 7 MiB, in the control group `a/b`.
+    /// with 5 MiB of anonymous memory, in the control group `a/b`.
     pub(crate) struct Machine(pub(crate) tempfile::TempDir);
 
     impl Machine {
@@ -207,7 +206,7 @@ pub(super) mod tests {
         machine.write("sys/fs/cgroup/a/b/memory.max", "max\n");
         machine.group("a/b", &[("memory.current", 50)]);
         assert_eq!(figures(&machine), (1000, 600));
-        assert_eq!(SystemMemory::below(machine.0.path()).touched(), 7 * MIB);
+        assert_eq!(SystemMemory::below(machine.0.path()).anonymous(), 5 * MIB);
     }
 
     #[test]

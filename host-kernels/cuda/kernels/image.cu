@@ -62,8 +62,8 @@ KERNEL(vg_pool_argmax, VgPoolParams, 256) {
     }
 }
 
-// A gather over the windows that cover an element. The maximum receives the whole gradient of a
-// window.
+// A gather over the windows that cover an element, row by row. The maximum receives the whole
+// gradient of a window.
 KERNEL(vg_pool_back, VgPoolParams, 256) {
     i64 n = elements(p.dst);
     const i64* argmax = reinterpret_cast<const i64*>(p.argmax);
@@ -76,7 +76,7 @@ KERNEL(vg_pool_back, VgPoolParams, 256) {
         };
         i64 plane = (to.i[3] * p.src.ne[2] + to.i[2]) * p.src.ne[1],
             mine = to.i[1] * p.dst.ne[0] + to.i[0];
-        float sum = 0.0f;
+        float sum = p.adds ? *reinterpret_cast<const float*>(address(p.dst, to)) : 0.0f;
         for (i64 wy = first_window(1);
              wy < p.src.ne[1] && wy * p.stride[1] - p.padding[1] <= to.i[1]; wy++) {
             for (i64 wx = first_window(0);
@@ -200,8 +200,7 @@ DEVICE float bicubic(const Plane& plane, i64 x, i64 y) {
 } // namespace
 
 KERNEL(vg_upscale, VgUpscaleParams, 256) {
-    i64 n = elements(p.dst);
-    for (i64 e = thread_index(); e < n; e += thread_count()) {
+    for (i64 e = p.results.begin + thread_index(); e < p.results.end; e += thread_count()) {
         Index to = index_of(p.dst, e);
         Plane plane = {p, nearest(p, 2, to.i[2]), nearest(p, 3, to.i[3])};
         i64 x = to.i[0], y = to.i[1];

@@ -581,6 +581,14 @@ struct VgPoolParams {
     unsigned long long argmax; /* scratch: a long long for each window */
     unsigned average;
     unsigned covered; /* divide by the number of covered elements, not by the size of the window */
+    unsigned adds; /* vg_pool_back: dst has the sums over earlier windows */
+    unsigned reserved;
+};
+
+/* The results, the tokens of each sequence, or the rows, that a launch computes. Earlier launches
+ * have computed those before `begin`. */
+struct VgRange {
+    long long begin, end;
 };
 
 /* vg_upscale */
@@ -593,6 +601,7 @@ enum VgUpscale {
 
 struct VgUpscaleParams {
     struct VgView dst, src;
+    struct VgRange results;
     float factor[4];
     float middle; /* pixel offset: 0.5, or 0 with aligned corners */
     unsigned op; /* enum VgUpscale */
@@ -623,12 +632,6 @@ struct VgWindowParams {
 /* vg_add_rel_pos: contiguous f32; rows of n * n */
 struct VgRelPosParams {
     struct VgView dst, a, w, h;
-};
-
-/* The tokens of each sequence, or the rows, that a launch computes. Earlier launches have computed
- * those before `begin`. */
-struct VgRange {
-    long long begin, end;
 };
 
 /* vg_ssm_conv */

@@ -18,14 +18,19 @@ use crate::kernel_set::KernelSet;
 use crate::launch::policy::LaunchPolicy;
 use crate::launch::policy::SPEED;
 use crate::memory::CudaMemory;
-use crate::plan::{CudaPlan, compile_bytes};
+use crate::plan::{CudaPlan, compile_bytes, parts};
 use crate::source::SM_90A;
 use crate::weights::WeightMemory;
-use vgpu_engine::work::Speed;
+use vgpu_engine::fuse;
+use vgpu_engine::work::{Launches, Speed};
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
 
 /// The pause after a failed attempt to reopen a lost device.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
+
+/// The launches of a node that are counted. With the default policy, a node that may take a minute
+/// has fewer.
+const MAX_LAUNCHES: u64 = 4096;
 
 /// The number of failed attempts after which the engine reports a fatal error.
 const MAX_ATTEMPTS: u32 = 3;
@@ -247,6 +252,26 @@ impl Engine for CudaEngine {
     /// A minute: a kernel that runs cannot be stopped.
     fn max_node_time(&self) -> Duration {
         Duration::from_secs(60)
+    }
+
+    fn launches_of(&self, graph: &Graph, node: &Node, estimate: Duration) -> Option<Launches> {
+        let limit = self.policy.longest_whole;
+        // Another engine can stop in the middle of a node.
+        let is_of_cpu = || {
+            // Nothing runs on a device that is lost.
+            let lacks_simple = |context: Arc<ExecutionContext>| context.kernels.lacks_simple();
+            CpuFallback::takes(graph, node) || self.context().map_or(true, lacks_simple)
+        };
+        if estimate <= limit || is_of_cpu() {
+            return None;
+        }
+        let wanted = parts(graph, node, self.policy.longest_launch);
+        let counted = wanted.min(MAX_LAUNCHES);
+        let count = fuse::division(graph, node, counted);
+        // A node that has so many parts can be divided into more. A division has about as many
+        // parts as are wanted.
+        let is_limited = counted == wanted || count < counted / 2;
+        is_limited.then_some(Launches { count, limit })
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {

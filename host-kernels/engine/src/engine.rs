@@ -13,7 +13,7 @@ use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
 use crate::error::{EngineError, RunError};
 use crate::memory::{Memory, MemoryInfo, SharedMemory};
 use crate::plan::{Plan, RunStatus, Turn};
-use crate::work::Speed;
+use crate::work::{Launches, Speed};
 
 /// The default of [`Engine::max_node_time`]. The largest products of real models take far less,
 /// also on a slow processor: 2 * 10^12 multiply-adds for 4096 tokens and a matrix of the
@@ -100,6 +100,13 @@ pub trait Engine: Send + Sync + 'static {
     /// An engine that cannot stop in the middle of a node has a short one.
     fn max_node_time(&self) -> Duration {
         MAX_NODE_TIME
+    }
+
+    /// The launches of a node that takes so long by estimate, if nothing ends a launch once it runs
+    /// and they have a limit. `None`: the limit of the node is all there is.
+    fn launches_of(&self, graph: &Graph, node: &Node, estimate: Duration) -> Option<Launches> {
+        let _ = (graph, node, estimate);
+        None
     }
 
     /// Allocates `size` zeroed bytes, aligned to at least 256 bytes. `size` may be 0.

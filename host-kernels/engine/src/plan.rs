@@ -71,8 +71,8 @@ pub trait Plan: Send {
 
     /// Allocates what the plan needs for itself and compilation has left out, since
     /// [`compile_bytes`](crate::Engine::compile_bytes) has no part for it: copies of tensors. The
-    /// caller has charged the [`plan_bytes`](Plan::plan_bytes). The first
-    /// [`launch`](Plan::launch) does so otherwise.
+    /// caller has charged the [`plan_bytes`](Plan::plan_bytes) and the
+    /// [`device_bytes`](Plan::device_bytes). The first [`launch`](Plan::launch) does so otherwise.
     ///
     /// # Errors
     /// [`EngineError`] of the engine that the memory is for.

@@ -153,6 +153,17 @@ pub enum TooMuchWork {
         limit: Duration,
     },
     #[error(
+        "node {node} ({op}) would take {estimate:.1?} by estimate. Nothing ends its launches \
+         ({launches}) once they run, the limit of each is {limit:?}"
+    )]
+    Launch {
+        node: usize,
+        op: &'static str,
+        estimate: Duration,
+        launches: u64,
+        limit: Duration,
+    },
+    #[error(
         "node {node} ({op}) has a part of {part} {unit} that cannot be divided, the limit is \
          {limit}"
     )]
@@ -163,6 +174,15 @@ pub enum TooMuchWork {
         unit: &'static str,
         limit: u64,
     },
+}
+
+/// The launches of a node, each of which runs to its end, whoever has left meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launches {
+    /// How many there are, all of about the same length.
+    pub count: u64,
+    /// The longest time of one by estimate, on average.
+    pub limit: Duration,
 }
 
 /// The node of a graph that takes longest by estimate.
@@ -188,10 +208,11 @@ pub fn check(
     speed: impl Fn(&Node) -> Speed,
     limit: Duration,
 ) -> Result<Option<LongestNode>, TooMuchWork> {
-    check_nodes(graph, 0..graph.nodes.len(), speed, limit)
+    check_nodes(graph, 0..graph.nodes.len(), speed, |_, _| None, limit)
 }
 
-/// As [`check`], for those of the nodes that the graph has.
+/// As [`check`], for those of the nodes that the graph has. `launches` are those of a node that
+/// takes so long by estimate ([`Engine::launches_of`](crate::Engine::launches_of)).
 ///
 /// # Errors
 /// [`TooMuchWork`] for the first of the nodes that exceeds a limit.
@@ -199,6 +220,7 @@ pub fn check_nodes(
     graph: &Graph,
     nodes: Range<usize>,
     speed: impl Fn(&Node) -> Speed,
+    launches: impl Fn(&Node, Duration) -> Option<Launches>,
     limit: Duration,
 ) -> Result<Option<LongestNode>, TooMuchWork> {
     let mut longest: Option<LongestNode> = None;
@@ -221,6 +243,17 @@ pub fn check_nodes(
                 op,
                 work: Box::new(work),
                 estimate,
+                limit,
+            });
+        }
+        if let Some(Launches { count, limit }) = launches(node, estimate)
+            && estimate > limit.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX))
+        {
+            return Err(TooMuchWork::Launch {
+                node: at,
+                op,
+                estimate,
+                launches: count,
                 limit,
             });
         }

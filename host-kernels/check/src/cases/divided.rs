@@ -11,7 +11,7 @@ use vgpu_cpu::CpuEngine;
 use vgpu_cuda::kernel_set::KernelSet;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, RunStatus, Turn};
-use vgpu_transport::ir::{Op, OpKind, PoolKind, Type};
+use vgpu_transport::ir::{Op, OpKind, PoolKind, ScaleMode, Type};
 
 use self::shim::Shim;
 use super::list::{List, between, f32s, indices, numbers_of};
@@ -446,7 +446,79 @@ fn shared_operations() -> Vec<Operation> {
     let (kernel, volume) = (f32s([3, 3, 3, 2]), f32s([2, 3, 9, 2]));
     list.add(conv_3d(1, 1), 0.0, f32s([2, 3, 5, 1]), &[kernel, volume]);
     list.add(im2col_3d(), 0.0, f32s([54, 2, 3, 5]), &[kernel, volume]);
+    shared_images(&mut list);
     list.0
+}
+
+/// Operators on a single plane or row.
+fn shared_images(list: &mut List) {
+    let (s0, s1, p0, p1) = (2, 2, 1, 2);
+    let (d0, d1) = (1, 1);
+    let (image, pooled) = (f32s([17, 20, 1, 1]), f32s([9, 11, 1, 1]));
+    let op = Op::Conv2dDw {
+        s0,
+        s1,
+        p0,
+        p1,
+        d0,
+        d1,
+    };
+    list.add(op, 0.0, pooled, &[f32s([3, 3, 1, 1]), image]);
+    for &kind in PoolKind::ALL {
+        let (k0, k1) = (3, 4);
+        let op = Op::Pool2d {
+            kind,
+            k0,
+            k1,
+            s0,
+            s1,
+            p0,
+            p1,
+        };
+        list.add(op, 0.0, pooled, &[image]);
+        // Windows overlap, so that elements are sums over several shares.
+        let op = Op::Pool2dBack {
+            kind,
+            k0,
+            k1,
+            s0,
+            s1,
+            p0,
+            p1,
+        };
+        list.add(op, 0.0, image, &[pooled, image]);
+        // Elements between windows are in none, and the first of the shares has no window.
+        let (k0, k1, s0, s1, p0, p1) = (4, 4, 6, 6, 1, 0);
+        let op = Op::Pool2dBack {
+            kind,
+            k0,
+            k1,
+            s0,
+            s1,
+            p0,
+            p1,
+        };
+        let line = f32s([17, 5, 1, 1]);
+        list.add(op, 0.0, line, &[f32s([3, 1, 1, 1]), line]);
+        let (k0, s0, p0) = (5, 2, 2);
+        let op = Op::Pool1d { kind, k0, s0, p0 };
+        list.add(op, 0.0, f32s([17, 1, 1, 1]), &[f32s([33, 1, 1, 1])]);
+    }
+    for (mode, align_corners, antialias) in [
+        (ScaleMode::Nearest, false, false),
+        (ScaleMode::Bilinear, true, false),
+        (ScaleMode::Bilinear, false, true),
+        (ScaleMode::Bicubic, false, false),
+    ] {
+        let op = Op::Upscale {
+            mode,
+            align_corners,
+            antialias,
+        };
+        list.add(op, 0.0, f32s([23, 9, 1, 1]), &[image]);
+        // The kernel divides channels that are not those of the source.
+        list.add(op, 0.0, f32s([7, 5, 3, 1]), &[f32s([4, 9, 2, 1])]);
+    }
 }
 
 /// What a graph computes.

@@ -33,6 +33,7 @@ fn graphs_from_the_second_run() -> LaunchPolicy {
     LaunchPolicy {
         time_slice: forever,
         longest_launch: forever,
+        longest_whole: forever,
         graph_threshold: forever,
         fusion: true,
         megakernel: false,

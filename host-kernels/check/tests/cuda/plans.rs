@@ -26,6 +26,7 @@ const TOLERANCE: f32 = 4e-2;
 /// The shortest time slices; batches of enough launches become graphs.
 const SHORT_SLICES: LaunchPolicy = LaunchPolicy {
     longest_launch: Duration::MAX,
+    longest_whole: Duration::MAX,
     time_slice: Duration::ZERO,
     graph_threshold: Duration::MAX,
     fusion: true,

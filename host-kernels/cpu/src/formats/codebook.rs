@@ -14,7 +14,7 @@
 use std::sync::LazyLock;
 
 use super::grids::{self, SIGN_OFFSET};
-use super::{f16_to_f32, f32_to_f16};
+use super::{Type, f16_to_f32, f32_to_f16};
 use crate::simd::{Simd, Task, dispatch};
 
 /// The codebook of IQ2_XXS.
@@ -34,6 +34,32 @@ pub(super) static IQ3_S: LazyLock<Codebook<4>> =
     LazyLock::new(|| Codebook::new(&grids::IQ3_S, SIGN_OFFSET));
 /// The codebook of IQ1_S and IQ1_M; the coordinates are eight times the values.
 pub(super) static IQ1: LazyLock<Codebook<8>> = LazyLock::new(|| Codebook::new(&grids::IQ1, 15));
+
+/// Makes the codebook with which rows of `ty` are written, if there is one: up to 60 ms for the
+/// first of a process.
+pub(crate) fn prepare(ty: Type) {
+    match ty {
+        Type::Iq2Xxs => {
+            let _ = LazyLock::force(&IQ2_XXS);
+        }
+        Type::Iq2Xs => {
+            let _ = LazyLock::force(&IQ2_XS);
+        }
+        Type::Iq2S => {
+            let _ = LazyLock::force(&IQ2_S);
+        }
+        Type::Iq3Xxs => {
+            let _ = LazyLock::force(&IQ3_XXS);
+        }
+        Type::Iq3S => {
+            let _ = LazyLock::force(&IQ3_S);
+        }
+        Type::Iq1S | Type::Iq1M => {
+            let _ = LazyLock::force(&IQ1);
+        }
+        _ => {}
+    }
+}
 
 /// The candidates for values whose nearest levels are not an entry.
 const NEAR: usize = 16;

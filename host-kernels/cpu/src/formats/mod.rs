@@ -52,6 +52,7 @@ mod tq2_0;
 
 pub use crate::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 pub use block32::{Block32Format, Quants32};
+pub(crate) use codebook::prepare;
 pub(crate) use grids::{FP4_VALUES, IQ4_VALUES};
 pub use iq1_m::BlockIq1M;
 pub use iq1_s::BlockIq1S;

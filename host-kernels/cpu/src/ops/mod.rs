@@ -132,6 +132,13 @@ pub(super) fn compile(operands: &Operands<'_>) -> Result<Compiled, EngineError> 
             scratch_bytes: 0,
         });
     }
+    let compiled = compile_any(operands)?;
+    // Here, and not in a turn of the engine.
+    crate::formats::prepare(operands.dst().ty);
+    Ok(compiled)
+}
+
+fn compile_any(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     match operands.op() {
         Op::MulMat { .. } => matmul::mul_mat(operands),
         Op::MulMatId { .. } => matmul::mul_mat_id(operands),

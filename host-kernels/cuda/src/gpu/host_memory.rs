@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUresult};
 use tracing::warn;
+use vgpu_transport::size::shown;
 
 use super::context::Context;
 use super::error::{GpuError, check};
@@ -69,8 +70,8 @@ impl Drop for HostMemory {
         if !self.context.is_gone() && !unregister() {
             // The GPU may still write to them, and they cannot be registered again.
             warn!(
-                "{} bytes of page-locked memory are leaked",
-                self.layout.size()
+                "{} of page-locked memory are leaked",
+                shown(self.layout.size() as u64)
             );
             return;
         }

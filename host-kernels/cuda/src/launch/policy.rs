@@ -22,6 +22,10 @@ pub struct LaunchPolicy {
     /// A node that takes longer by estimate is divided into several launches, if its operator
     /// allows that: a turn ends between launches only.
     pub longest_launch: Duration,
+    /// The longest that the launches of a node may take by estimate, on average. A graph with a
+    /// node whose operator, or whose operands, allow no division into such launches fails: nothing
+    /// ends a launch. The longest part of a node can take longer than the average.
+    pub longest_whole: Duration,
     /// The average duration of a launch above which CUDA graphs are not used: longer kernels hide
     /// the time of the next launch.
     pub graph_threshold: Duration,
@@ -58,6 +62,8 @@ impl Default for LaunchPolicy {
         LaunchPolicy {
             time_slice: Duration::from_micros(1500),
             longest_launch: Duration::from_millis(500),
+            // Parts are of unequal length: up to twice the time above.
+            longest_whole: Duration::from_secs(1),
             graph_threshold: Duration::from_micros(40),
             fusion: true,
             // Slower than separate launches on an H200.

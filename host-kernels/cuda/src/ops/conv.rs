@@ -67,7 +67,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         }
         Op::Conv2dDw { .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
-            let params = VgConvParams {
+            let mut params = VgConvParams {
                 dst: plane(&dst),
                 kernel: VgVolume {
                     channel: kernel.nb[3],
@@ -79,7 +79,13 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 results: 1,
                 images: dst.ne[3],
             };
-            b.for_each("vg_conv_depthwise", dst.elements(), &params)
+            match take_share(b, &mut params) {
+                0 => Ok(()),
+                positions => {
+                    let results = positions * params.channels * params.images;
+                    b.for_each("vg_conv_depthwise", results, &params)
+                }
+            }
         }
         Op::ConvTranspose1d { s0, .. } => {
             // A line is a plane of one row: [k, results, channels] is [k, 1, results, channels].
@@ -233,6 +239,15 @@ fn share_of_positions(
     (dim, share)
 }
 
+/// Limits a convolution to the share of its positions. Returns how many there are.
+fn take_share(b: &Builder<'_>, params: &mut VgConvParams) -> i64 {
+    let ne = params.dst.ne;
+    let (dim, share) = share_of_positions(b, &ne, &mut params.geometry);
+    params.dst.data += (share.start * params.dst.nb[dim]) as u64;
+    params.dst.ne[dim] = share.end - share.start;
+    params.dst.ne.iter().product()
+}
+
 /// Adds the launch of IM2COL or IM2COL_3D.
 ///
 /// # Errors
@@ -256,14 +271,10 @@ fn im2col(b: &mut Builder<'_>, mut params: VgIm2colParams) -> Result<(), EngineE
 /// [`EngineError::Unsupported`] if there are more output channels than a grid has blocks for;
 /// [`EngineError::Device`] if the device lacks a kernel.
 fn convolution(b: &mut Builder<'_>, mut params: VgConvParams) -> Result<(), EngineError> {
-    let ne = params.dst.ne;
-    let (dim, share) = share_of_positions(b, &ne, &mut params.geometry);
-    if share.is_empty() {
+    let positions = take_share(b, &mut params);
+    if positions == 0 {
         return Ok(());
     }
-    params.dst.data += (share.start * params.dst.nb[dim]) as u64;
-    params.dst.ne[dim] = share.end - share.start;
-    let positions = params.dst.ne.iter().product();
     let grid = [
         div_ceil(positions, TILE[0]),
         div_ceil(params.results, TILE[1]),

@@ -67,7 +67,7 @@ fn max_nodes(nodes: usize) -> usize {
 }
 
 /// Into how many parts a node is divided so that each takes no longer than `longest` by estimate.
-fn parts(graph: &Graph, node: &Node, longest: Duration) -> u64 {
+pub(crate) fn parts(graph: &Graph, node: &Node, longest: Duration) -> u64 {
     if CpuFallback::takes(graph, node) {
         return 1;
     }

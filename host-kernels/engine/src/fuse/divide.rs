@@ -123,6 +123,12 @@ pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
     parts
 }
 
+/// Into how many parts [`Arrangement::divide`](super::Arrangement::divide) divides a node of a
+/// validated graph that is to have `count` of them: 1 if it stays whole.
+pub fn division(graph: &Graph, node: &Node, count: u64) -> u64 {
+    parts(graph, node, count).len() as u64
+}
+
 /// Whether the kernels divide the operator where ranges of its tensors cannot.
 fn has_shares(op: &Op) -> bool {
     match op {
@@ -135,7 +141,17 @@ fn has_shares(op: &Op) -> bool {
         // A row needs the rows before it.
         Op::SolveTri {} => true,
         // The padding lies at the ends of an image only.
-        Op::Conv2d { .. } | Op::Conv3d { .. } | Op::Im2col { .. } | Op::Im2col3d { .. } => true,
+        Op::Conv2d { .. }
+        | Op::Conv2dDw { .. }
+        | Op::Conv3d { .. }
+        | Op::Im2col { .. }
+        | Op::Im2col3d { .. }
+        | Op::Pool1d { .. }
+        | Op::Pool2d { .. } => true,
+        // An element of the image is the sum over several windows of it.
+        Op::Pool2dBack { .. } => true,
+        // What a result reads depends on its number.
+        Op::Upscale { .. } => true,
         // The number of rows is a factor.
         Op::CrossEntropyLossBack {} => true,
         _ => false,

@@ -13,9 +13,11 @@ mod finder;
 mod liveness;
 mod products;
 mod rows;
+mod uses;
 
 pub use crate::byte_range::ByteRange;
 pub use arrangement::{Arrangement, TooManyParts};
-pub use divide::Share;
+pub use divide::{Share, division};
 pub use finder::FusionKind;
 pub use liveness::{reads, writes};
+pub use uses::{is_same, uses};
