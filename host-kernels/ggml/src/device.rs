@@ -146,18 +146,6 @@ impl BackendDevice {
         status
     }
 
-    /// Whether kernels access no byte behind `tensor`: neither behind rows of quantised
-    /// blocks, which some backends read in larger units, nor behind a result, where some keep what
-    /// they have converted. ggml's own allocator gives a tensor as many bytes as the backend wants.
-    /// Guests give it `bytes`, and may have another tensor behind.
-    ///
-    /// # Safety
-    /// As for [`BackendDevice::supports`].
-    pub(crate) unsafe fn keeps_within(&self, tensor: *const abi::ggml_tensor, bytes: u64) -> bool {
-        // SAFETY: the tensor is valid (this function's contract).
-        unsafe { self.allocator.tensor_bytes(tensor) <= bytes }
-    }
-
     /// Whether the backend may compute after the call that has asked for it.
     pub(crate) fn is_asynchronous(&self) -> bool {
         let backend = lock(&self.backend).raw;

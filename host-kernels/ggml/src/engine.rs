@@ -222,7 +222,7 @@ impl Engine for GgmlEngine {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
         let (device, fallback) = (Arc::clone(&self.device), Arc::clone(&self.fallback));
-        let plan = GgmlPlan::compile(device, fallback, graph.graph(), buffers, is_cancelled)?;
+        let plan = GgmlPlan::compile(device, fallback, graph, buffers, is_cancelled)?;
         Ok(Box::new(plan))
     }
 }

@@ -10,9 +10,9 @@
 //! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for.
 //! - [`GgmlEngine`]: the engine.
 //!
-//! A backend of ggml ends the process if a tensor has content that the backend does not expect,
-//! such as a row index out of range. Only trusted guests, or a process for each guest, may use this
-//! engine.
+//! A backend of ggml trusts the content of tensors. A row index out of range ends the process, or
+//! reads or writes memory of other guests. Only trusted guests, or a process for each guest, may
+//! use this engine.
 
 mod device;
 mod engine;
@@ -21,10 +21,12 @@ mod ids;
 pub mod library;
 mod loader;
 mod memory;
+mod nodes;
 mod pace;
 mod params;
 mod placement;
 mod plan;
+mod room;
 mod tensors;
 
 pub use engine::GgmlEngine;

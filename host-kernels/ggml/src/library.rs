@@ -22,6 +22,11 @@ pub(crate) struct Functions {
     pub(crate) backend_free: Function<abi::ggml_backend_free_fn>,
 }
 
+/// Backends that keep an object of their own for each tensor of ggml, which `init_tensor` makes.
+/// The engine makes tensors anew for each plan and calls no such function; the backend would read
+/// memory through a null pointer. (`ggml-opencl.cpp`: `tensor->extra`.)
+const NEED_TENSOR_OBJECTS: [&str; 1] = ["OpenCL"];
+
 /// A loaded backend library. The library is never unloaded: threads of a driver may still run its
 /// code.
 #[derive(Debug)]
@@ -168,6 +173,15 @@ impl Library {
                 api: found,
                 expected: api.number(),
             });
+        }
+        // SAFETY: the function of a registry object takes the object, and returns a string literal.
+        let name = unsafe {
+            let get = (*registry.as_ptr()).iface.get_name;
+            get.map_or_else(String::new, |get| text(get(registry.as_ptr())))
+        };
+        if NEED_TENSOR_OBJECTS.contains(&name.as_str()) {
+            let path = path.to_owned();
+            return Err(LibraryError::TensorObjects { path, name });
         }
         Ok(Library {
             path: path.to_owned(),

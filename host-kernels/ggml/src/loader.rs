@@ -58,6 +58,13 @@ pub enum LibraryError {
         api: c_int,
         expected: c_int,
     },
+    /// The backend keeps objects of its own with tensors.
+    #[error(
+        "{path} cannot be used: the backend {name} of ggml keeps objects of its own for tensors. \
+         GPUs with Vulkan run with libggml-vulkan.so"
+    )]
+    #[allow(missing_docs)]
+    TensorObjects { path: PathBuf, name: String },
     /// The backend has no device.
     #[error("{path} has no device. A GPU or its driver may be missing")]
     #[allow(missing_docs)]

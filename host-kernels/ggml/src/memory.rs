@@ -9,13 +9,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vgpu_engine::{EngineError, Memory, check_range};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{ROW_UNIT, Type};
 
 use crate::library::Functions;
 use crate::tensors;
 
-/// Bytes behind the end of a buffer. Kernels of ggml read whole blocks of up to 512 elements at the
-/// end of a row of quantised weights.
+/// Bytes behind the end of a buffer. Kernels of ggml read the last row of quantised weights up to
+/// the next [`ROW_UNIT`] elements, also if the guest has not left them behind the row.
 const SLACK: u64 = 4096;
+
+const _: () = {
+    let mut at = 0;
+    while at < Type::ALL.len() {
+        let ty = Type::ALL[at];
+        assert!(ty.block_bytes() * (ROW_UNIT / ty.block_elements()) <= SLACK);
+        at += 1;
+    }
+};
 
 /// The bytes that are copied at a time between buffers, or between parts of one that overlap.
 const CHUNK: usize = 1 << 20;
@@ -139,6 +149,7 @@ impl Allocator {
             allocator: Arc::clone(self),
             buffer,
             size,
+            is_weights: AtomicBool::new(false),
         };
         match base.is_null() {
             true => Err(EngineError::Device {
@@ -156,6 +167,7 @@ pub(crate) struct GgmlMemory {
     /// A tensor with all bytes, which every other tensor in this buffer is a view of.
     whole: Box<abi::ggml_tensor>,
     size: u64,
+    is_weights: AtomicBool,
 }
 
 // SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
@@ -169,6 +181,11 @@ impl GgmlMemory {
     /// The tensor with all bytes of the buffer, valid as long as the memory.
     pub(crate) fn whole(&self) -> *mut abi::ggml_tensor {
         ptr::from_ref(&*self.whole).cast_mut()
+    }
+
+    /// Whether the memory holds weights.
+    pub(crate) fn is_weights(&self) -> bool {
+        self.is_weights.load(Ordering::Relaxed)
     }
 
     fn has(&self, other: &GgmlMemory) -> bool {
@@ -283,6 +300,10 @@ impl Memory for GgmlMemory {
             true => chunks.try_for_each(&mut copy),
             false => chunks.rev().try_for_each(&mut copy),
         }
+    }
+
+    fn mark_weights(&self) {
+        self.is_weights.store(true, Ordering::Relaxed);
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -208,6 +208,11 @@ impl Key {
         }
     }
 
+    /// A copy of the last result of the device to its place.
+    pub(crate) fn copy(&mut self) {
+        self.0.write_u8(0xfe);
+    }
+
     /// A node of another engine.
     pub(crate) fn other(&mut self) {
         self.0.write_u8(0xff);

@@ -118,10 +118,42 @@ pub(crate) struct Graph {
     /// What the backend gets. It may read one until it has computed it.
     parts: Box<[abi::ggml_cgraph]>,
     nodes: Box<[*mut abi::ggml_tensor]>,
-    /// An empty set of tensors: nothing is known of how often a tensor is used.
-    _use_counts: Box<[i32; 1]>,
-    _used: Box<[u32; 1]>,
-    _keys: Box<[*mut abi::ggml_tensor; 1]>,
+    /// How often tensors are used, which `parts` point to.
+    uses: UseTable,
+}
+
+/// ggml's hash table of tensors (`ggml_hash_set`) and how often each is used: open addressing, with
+/// the next slot where one is taken.
+struct UseTable {
+    /// One bit for each slot that is taken.
+    used: Box<[u32]>,
+    keys: Box<[*mut abi::ggml_tensor]>,
+    counts: Box<[i32]>,
+}
+
+impl UseTable {
+    fn new(uses: &[(*mut abi::ggml_tensor, u32)]) -> UseTable {
+        let size = 2 * uses.len() + 1;
+        let mut table = UseTable {
+            used: vec![0; size.div_ceil(32)].into(),
+            keys: vec![ptr::null_mut(); size].into(),
+            counts: vec![0; size].into(),
+        };
+        for &(tensor, count) in uses {
+            let mut slot = (tensor.addr() >> 4) % size; // `ggml_hash`
+            while !table.keys[slot].is_null() {
+                slot = (slot + 1) % size;
+            }
+            table.used[slot / 32] |= 1 << (slot % 32);
+            table.keys[slot] = tensor;
+            table.counts[slot] = count.cast_signed();
+        }
+        table
+    }
+
+    fn bytes(&self) -> usize {
+        size_of_val(&*self.used) + size_of_val(&*self.keys) + size_of_val(&*self.counts)
+    }
 }
 
 // SAFETY: the pointers are to tensors of the arena that is kept with the graph, and to the graph's
@@ -136,11 +168,14 @@ pub(crate) fn numbers(count: usize) -> u64 {
 }
 
 impl Graph {
-    /// A graph of these nodes, in this order.
-    pub(crate) fn new(nodes: Vec<*mut abi::ggml_tensor>) -> Graph {
-        let mut use_counts = Box::new([0]);
-        let mut used = Box::new([0]);
-        let mut keys = Box::new([ptr::null_mut()]);
+    /// A graph of these nodes, in this order, each with the number of uses of its result if a
+    /// backend may leave the result out ([`Source::encode`](crate::nodes::Source::encode)).
+    pub(crate) fn new(nodes: Vec<*mut abi::ggml_tensor>, uses: &[Option<u32>]) -> Graph {
+        let known = nodes.iter().zip(uses);
+        let known: Vec<_> = known
+            .filter_map(|(&node, uses)| Some((node, (*uses)?)))
+            .collect();
+        let mut uses = UseTable::new(&known);
         let mut part = || abi::ggml_cgraph {
             size: 0,
             n_nodes: 0,
@@ -149,11 +184,11 @@ impl Graph {
             grads: ptr::null_mut(),
             grad_accs: ptr::null_mut(),
             leafs: ptr::null_mut(),
-            use_counts: use_counts.as_mut_ptr(),
+            use_counts: uses.counts.as_mut_ptr(),
             visited_hash_set: abi::ggml_hash_set {
-                size: 1,
-                used: used.as_mut_ptr(),
-                keys: keys.as_mut_ptr(),
+                size: uses.keys.len(),
+                used: uses.used.as_mut_ptr(),
+                keys: uses.keys.as_mut_ptr(),
             },
             order: 0,
             uid: 0,
@@ -161,9 +196,7 @@ impl Graph {
         Graph {
             parts: (0..nodes.len().min(MAX_PARTS)).map(|_| part()).collect(),
             nodes: nodes.into_boxed_slice(),
-            _use_counts: use_counts,
-            _used: used,
-            _keys: keys,
+            uses,
         }
     }
 
@@ -191,6 +224,6 @@ impl Graph {
 
     /// Bytes of host memory.
     pub(crate) fn bytes(&self) -> usize {
-        size_of_val(&*self.parts) + size_of_val(&*self.nodes) + 5 * 16 + 16
+        size_of_val(&*self.parts) + size_of_val(&*self.nodes) + self.uses.bytes() + 5 * 16 + 16
     }
 }

@@ -201,10 +201,10 @@ fn a_plan_that_was_not_measured_yields_between_its_pieces() {
     assert_eq!(test.take_sum(), 40.0);
 }
 
-/// Sums of 4 MiB, which the device leaves to the other engine.
-fn greedy(folder: &Path) -> GgmlEngine {
+/// A device that leaves sums to the other engine.
+fn without_sums(folder: &Path) -> GgmlEngine {
     let changes = Changes {
-        greedy: "GGML_OP_CUMSUM",
+        lacks: "GGML_OP_CUMSUM",
         ..Changes::default()
     };
     start(folder, &changes)
@@ -219,7 +219,7 @@ fn copies_of_single_nodes_are_allocated_after_compilation() {
     let fallback = CpuEngine::new(1, None).unwrap().with_fixed_memory(1 << 30);
     let fallback: Arc<dyn Engine> = Arc::new(fallback);
     let changes = Changes {
-        greedy: "GGML_OP_CUMSUM",
+        lacks: "GGML_OP_CUMSUM",
         ..Changes::default()
     };
     let path = changed_backend(&common::cached(""), folder.path(), &changes);
@@ -248,7 +248,7 @@ fn copies_of_single_nodes_are_allocated_after_compilation() {
 #[test]
 fn what_the_other_engine_runs_is_counted() {
     let folder = tempfile::tempdir().unwrap();
-    let engine = greedy(folder.path());
+    let engine = without_sums(folder.path());
     let nodes = [
         (Op::Add {}, 0, &[0, 1][..]),
         (Op::Cumsum {}, 2, &[1]),
