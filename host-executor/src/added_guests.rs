@@ -24,10 +24,24 @@ pub struct AddedGuest {
     pub socket: PathBuf,
     /// Permissions of the socket.
     pub mode: u32,
-    /// Quota of device memory in bytes. `None`: the memory that no quota reserves.
+    /// Quota of device memory in bytes, on each device. `None`: the memory that no quota reserves.
     pub memory: Option<u64>,
     /// Share of the device's time, relative to the weights of the other guests.
     pub weight: u32,
+    /// The devices of the executor that the guest may use, in the order in which it sees them, each
+    /// with a quota in place of `memory`. Empty: all devices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<DeviceQuota>,
+}
+
+/// A device that a guest may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceQuota {
+    /// The position of the device among the engines of the executor.
+    pub device: usize,
+    /// Quota of memory on this device in bytes.
+    pub memory: u64,
 }
 
 /// What a client asks.
@@ -37,8 +51,8 @@ pub enum GuestRequest {
     /// Add a guest and open its listener. A guest that was added with the same name and socket
     /// gets the quota and the weight of this one.
     Add(AddedGuest),
-    /// Close the listener of an added guest and forget the guest. Its connected programs stay until
-    /// they disconnect. Nothing happens if no guest was added with this name.
+    /// Close the listener of an added guest, end the sessions of the guest, and forget the guest.
+    /// Nothing happens if no guest was added with this name.
     Remove {
         /// The name of the guest.
         name: String,
@@ -62,12 +76,30 @@ pub enum GuestAnswer {
 pub struct GuestList {
     /// The added guests, sorted by name.
     pub guests: Vec<AddedGuest>,
-    /// Bytes of device memory that the quotas of all added guests may reserve: those of the engine
-    /// without the quotas of the configuration.
+    /// Bytes of device memory that the quotas of all added guests may reserve on each device: those
+    /// of the engine that has least, without the quotas of the configuration.
     pub memory: u64,
+    /// The devices of the executor, in the order of its engines. Empty: the executor is an older
+    /// one.
+    #[serde(default)]
+    pub devices: Vec<DeviceCapacity>,
     /// Why the executor serves no further programs: it makes no progress, or it drains. `None`: it
     /// does.
     pub unavailable: Option<String>,
+}
+
+/// A device of an executor, and what added guests may have of it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceCapacity {
+    /// Bytes of memory that the quotas of all added guests may reserve: those of the engine without
+    /// the quotas of the configuration.
+    pub memory: u64,
+    /// Bytes by which an operator has raised the quotas of added guests above those with which they
+    /// were added. These bytes are part of `memory`.
+    pub raised: u64,
+    /// The PCI address of the GPU, such as `0000:01:00.0`. `None`: the engine has no GPU, or does
+    /// not know the address.
+    pub address: Option<String>,
 }
 
 /// Why a guest cannot be added.
@@ -87,6 +119,8 @@ pub enum AddGuestError {
     Weight { name: String, weight: u32 },
     #[error("guest {name}: a quota of 0 bytes")]
     NoMemory { name: String },
+    #[error("guest {name}: device {device} is named twice")]
+    DeviceTwice { name: String, device: usize },
     #[error("guest {name} was added with the socket {}", socket.display())]
     OtherSocket { name: String, socket: PathBuf },
     #[error("guest {name}: {address} is the address of another listener")]
@@ -98,6 +132,19 @@ pub enum AddGuestError {
 }
 
 impl AddedGuest {
+    /// The limits of the guest.
+    fn policy(&self) -> Policy {
+        Policy {
+            memory: self.memory,
+            weight: self.weight,
+            devices: self.devices.iter().map(|quota| quota.device).collect(),
+            memory_on: { self.devices.iter() }
+                .map(|quota| (quota.device, quota.memory))
+                .collect(),
+            ..Policy::default()
+        }
+    }
+
     /// Adds the guest to settings without it.
     fn add_to(&self, settings: &mut Settings) -> Result<(), AddGuestError> {
         let name = self.name.clone();
@@ -119,8 +166,7 @@ impl AddedGuest {
             return Err(AddGuestError::AddressInUse { name, address });
         }
         let mut added = GuestSettings::new(&name);
-        added.rule.policy.memory = self.memory;
-        added.rule.policy.weight = self.weight;
+        added.rule.policy = self.policy();
         added.listen = vec![endpoint];
         added.mode = self.mode;
         settings.guests.push(added);
@@ -162,8 +208,18 @@ impl AddedGuests {
             let weight = guest.weight;
             return Err(AddGuestError::Weight { name, weight });
         }
-        if guest.memory == Some(0) {
+        let quotas = guest.devices.iter().map(|quota| quota.memory);
+        if quotas.chain(guest.memory).any(|quota| quota == 0) {
             return Err(AddGuestError::NoMemory { name });
+        }
+        for (at, quota) in guest.devices.iter().enumerate() {
+            let device = quota.device;
+            if guest.devices[..at]
+                .iter()
+                .any(|other| other.device == device)
+            {
+                return Err(AddGuestError::DeviceTwice { name, device });
+            }
         }
         match self.0.get(&name) {
             Some(known) if known == guest => return Ok(false),
@@ -214,6 +270,17 @@ impl AddedGuests {
         settings.guests.retain(|guest| !is_added(guest));
     }
 
+    /// Bytes by which the quotas of the guests in `settings` exceed those with which the guests
+    /// were added, on a device: an operator has raised them.
+    pub fn raised(&self, settings: &Settings, device: usize) -> u64 {
+        let guests = settings.guests.iter().filter_map(|guest| {
+            let added = self.0.get(&guest.rule.name)?.policy();
+            let quota = guest.rule.policy.quota_on(device);
+            Some(quota.saturating_sub(added.quota_on(device)))
+        });
+        guests.fold(0, u64::saturating_add)
+    }
+
     /// The guests, sorted by name.
     pub fn list(&self) -> Vec<AddedGuest> {
         self.0.values().cloned().collect()
@@ -223,6 +290,7 @@ impl AddedGuests {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guest_change::GuestChange;
 
     fn guest(name: &str, socket: &str) -> AddedGuest {
         AddedGuest {
@@ -231,7 +299,12 @@ mod tests {
             mode: 0o666,
             memory: Some(1 << 20),
             weight: 1,
+            devices: Vec::new(),
         }
+    }
+
+    fn quota(device: usize, memory: u64) -> DeviceQuota {
+        DeviceQuota { device, memory }
     }
 
     fn add(added: &mut AddedGuests, guest: AddedGuest) -> Result<bool, AddGuestError> {
@@ -266,6 +339,14 @@ mod tests {
             },
             AddedGuest {
                 memory: Some(0),
+                ..valid.clone()
+            },
+            AddedGuest {
+                devices: vec![quota(0, 0)],
+                ..valid.clone()
+            },
+            AddedGuest {
+                devices: vec![quota(1, 4), quota(0, 4), quota(1, 4)],
                 ..valid.clone()
             },
         ];
@@ -342,6 +423,35 @@ mod tests {
             let outcome = more.add_to(&mut file.clone());
             assert!(outcome.is_err(), "{name} at {socket}");
         }
+    }
+
+    #[test]
+    fn a_guest_has_a_quota_on_each_of_its_devices() {
+        let mut added = AddedGuests::default();
+        let pod = AddedGuest {
+            memory: None,
+            devices: vec![quota(2, 3 << 20), quota(0, 5 << 20)],
+            ..guest("pod", "/run/pod.sock")
+        };
+        add(&mut added, pod).unwrap();
+        let mut settings = Settings::default();
+        added.add_to(&mut settings).unwrap();
+        let quotas = |settings: &Settings| {
+            let policy = &settings.guests[0].rule.policy;
+            [0, 1, 2].map(|device| policy.quota_on(device) >> 20)
+        };
+        assert_eq!(quotas(&settings), [5, 0, 3]);
+        assert_eq!(settings.guests[0].rule.policy.devices, [2, 0]);
+        assert_eq!(
+            [0, 1, 2].map(|device| added.raised(&settings, device)),
+            [0; 3]
+        );
+        // An operator gives the guest one quota on all of its devices.
+        let change = GuestChange::parse("pod", &["memory=4M".into()]).unwrap();
+        change.apply(&mut settings, None).unwrap();
+        assert_eq!(quotas(&settings), [4, 0, 4]);
+        let raised = [0, 1, 2].map(|device| added.raised(&settings, device));
+        assert_eq!(raised, [0, 0, 1 << 20]);
     }
 
     #[test]

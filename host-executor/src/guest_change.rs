@@ -56,7 +56,7 @@ pub enum ChangeError {
     UnknownGuest { guest: String, known: Vec<String> },
     #[error("the configuration rejects unnamed guests, which therefore have no limits")]
     NoUnnamed,
-    #[error("a quota of {wanted} bytes for guest {guest}: the engine has {total}")]
+    #[error("a quota of {} for guest {guest}: the engine has {}", shown(*wanted), shown(*total))]
     MoreThanDevice {
         guest: String,
         wanted: u64,
@@ -155,7 +155,9 @@ impl GuestChange {
         };
         let mut said = Vec::new();
         if let Some(quota) = self.memory {
-            let before = policy.memory;
+            let before = policy.memory_on.values().max().copied();
+            let before = before.or(policy.memory);
+            policy.memory_on.clear();
             policy.memory = match quota {
                 Quota::Bytes(bytes) => Some(bytes),
                 Quota::Unlimited => None,
@@ -238,7 +240,7 @@ mod tests {
         };
         fails(
             parsed(&["memory=2M"]).unwrap(),
-            "a quota of 2097152 bytes for guest alice: the engine has 1048576",
+            "a quota of 2.0 MiB for guest alice: the engine has 1.0 MiB",
         );
         let other = |guest: &str| GuestChange {
             guest: guest.into(),

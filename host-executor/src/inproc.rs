@@ -11,7 +11,7 @@ use vgpu_engine::Engine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::fork::Owner;
 use vgpu_transport::link::window::{WindowGuest, inproc_pair};
-use vgpu_transport::link::{Counters, GuestEnd, LinkError, StagingRegion};
+use vgpu_transport::link::{Counters, GuestEnd, LinkError, LinkWatch, StagingRegion};
 use vgpu_transport::shm::memory::Window;
 
 use crate::limits::Limits;
@@ -95,6 +95,10 @@ impl GuestEnd for Inproc {
 
     fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
         self.guest.receive_shared(size)
+    }
+
+    fn watch(&self) -> Option<LinkWatch> {
+        self.guest.watch()
     }
 
     fn is_closed(&mut self) -> bool {

@@ -10,7 +10,8 @@
 //!
 //! A tenant is also charged for the memory of the host that its graphs need. On the CPU engine that
 //! is the memory of the device. On a GPU it is not, and the account has a second limit for it, the
-//! same for every tenant ([`HOST_MEMORY`]).
+//! same for every tenant ([`HOST_MEMORY`]). The tenants of all devices together have a third one
+//! ([`HostMemory`]).
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ use std::sync::Arc;
 
 use vgpu_engine::{EngineError, MemoryInfo};
 
+use crate::host_memory::HostMemory;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::policy::Policy;
 use crate::sched::TenantId;
@@ -42,6 +44,7 @@ const MAX_ATTEMPTS: u32 = 8;
 /// The accounts of one engine's tenants.
 #[derive(Debug)]
 pub(crate) struct Ledger {
+    host: Arc<HostMemory>,
     state: RankedMutex<Accounts>,
 }
 
@@ -119,9 +122,10 @@ impl Accounts {
 }
 
 impl Ledger {
-    /// A ledger for an engine with `total` bytes of memory.
-    pub(crate) fn new(total: u64) -> Arc<Ledger> {
+    /// A ledger for an engine with `total` bytes of memory. Beside it, tenants use `host`.
+    pub(crate) fn new(total: u64, host: Arc<HostMemory>) -> Arc<Ledger> {
         Arc::new(Ledger {
+            host,
             state: RankedMutex::new(
                 Rank::Ledger,
                 Accounts {
@@ -214,7 +218,8 @@ impl Ledger {
     /// Charges `size` bytes of [`MemoryKind::Host`] to a tenant.
     ///
     /// # Errors
-    /// [`EngineError::OutOfHostMemory`] with the tenant's own figures.
+    /// [`EngineError::OutOfHostMemory`] with the tenant's own figures, or
+    /// [`EngineError::OutOfSharedHostMemory`].
     pub(crate) fn charge_host(&self, id: TenantId, size: u64) -> Result<(), EngineError> {
         let mut state = self.lock();
         let account = state.accounts.get_mut(&id);
@@ -228,6 +233,7 @@ impl Ledger {
             });
         }
         if let Some(account) = account {
+            self.host.take(id, size)?;
             account.host_used += size;
         }
         Ok(())
@@ -274,7 +280,10 @@ impl Ledger {
         if let Some(account) = state.accounts.get_mut(&id) {
             match kind {
                 MemoryKind::Device => account.used -= size,
-                MemoryKind::Host => account.host_used -= size,
+                MemoryKind::Host => {
+                    account.host_used -= size;
+                    self.host.give_back(id, size);
+                }
             }
         }
         state.change_count += 1;

@@ -31,6 +31,8 @@ pub mod config;
 pub mod control;
 #[cfg(feature = "server")]
 mod drain;
+#[cfg(feature = "server")]
+mod dump_thread;
 #[cfg(feature = "engines")]
 pub mod engine;
 mod engine_monitor;
@@ -41,10 +43,13 @@ mod gpu_monitor;
 mod guest_change;
 #[cfg(feature = "server")]
 mod handshakes;
+#[cfg(feature = "server")]
+mod hang_watch;
 mod heap;
 #[cfg(feature = "server")]
 mod heartbeat;
 mod histogram;
+mod host_memory;
 #[cfg(feature = "server")]
 mod identity;
 pub mod inproc;
@@ -61,6 +66,8 @@ mod log_limit;
 #[cfg(feature = "server")]
 pub mod log_queue;
 #[cfg(feature = "server")]
+mod machine_watch;
+#[cfg(feature = "server")]
 pub mod metrics;
 #[cfg(feature = "server")]
 mod operator_request;
@@ -75,6 +82,7 @@ mod process_limits;
 #[cfg(feature = "server")]
 pub mod sandbox;
 mod sched;
+mod seqlock;
 #[cfg(feature = "server")]
 mod server;
 #[cfg(feature = "server")]
@@ -98,7 +106,11 @@ pub mod vm;
 pub mod weights;
 
 #[cfg(feature = "server")]
+pub use dump_thread::DumpThread;
+#[cfg(feature = "server")]
 pub use guest_change::{ChangeError, GuestChange, ParseChangeError, Quota};
+#[cfg(feature = "server")]
+pub use hang_watch::{HangFinding, HangWatch};
 #[cfg(feature = "server")]
 pub use heap::limit_kept_memory;
 #[cfg(feature = "server")]
@@ -106,6 +118,8 @@ pub use identity::{CertificateRule, Identity, ParseCertificateRuleError};
 #[cfg(feature = "server")]
 pub use last_log::end_with_last_log;
 pub use limits::{HandshakeLimits, Limits};
+#[cfg(feature = "server")]
+pub use machine_watch::MachineWatch;
 #[cfg(feature = "server")]
 pub use operator_request::OperatorRequest;
 #[cfg(feature = "server")]
@@ -115,7 +129,7 @@ pub use pool::PoolError;
 #[cfg(feature = "server")]
 pub use process_limits::{ProcessLimitsError, raise_descriptors};
 #[cfg(feature = "server")]
-pub use server::{DUMP_TARGET, Health, Server, SessionInfo, Shutdown, log_dump};
+pub use server::{Health, Server, SessionInfo, Shutdown};
 pub use session::{RejectReason, Session, SessionEnd, Violation};
 #[cfg(feature = "server")]
 pub use start_watch::StartWatch;

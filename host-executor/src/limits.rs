@@ -37,8 +37,8 @@ impl Default for HandshakeLimits {
     }
 }
 
-/// The default of [`Limits::turn_time`]. A turn ends after 0.1 s and one piece of work, which is at
-/// most a node of a graph: by estimate, 60 s on a GPU.
+/// The default of [`Limits::turn_time`]. A turn ends after 0.1 s and one piece of work: by
+/// estimate, a launch of 1 s on the CUDA engine, and a node of 60 s on a backend of ggml.
 const DEFAULT_TURN_TIME: Duration = Duration::from_secs(300);
 
 /// How long the start of an engine with a driver may take, where the operator has set no limit. The
@@ -78,6 +78,9 @@ pub struct Limits {
     /// File descriptors of this process that sessions may take. One guest gets no more than it
     /// leaves free.
     pub descriptors: usize,
+    /// Bytes of host memory that the graphs of all guests may take beside devices with a memory of
+    /// their own.
+    pub host_memory: u64,
     /// Whether guests may map buffers that are in memory of this machine.
     pub map_buffers: bool,
     /// Whether graphs that multiply with the same weights may run in one batch.
@@ -136,6 +139,7 @@ impl Default for Limits {
             // Of the usual 65,530 (vm.max_map_count) and 1024 (RLIMIT_NOFILE).
             mappings: 49_148,
             descriptors: 576,
+            host_memory: 8 << 30,
             map_buffers: true,
             batch: true,
         }

@@ -4,8 +4,9 @@
 //! these locks: admission, status, metrics, reload and shutdown need them, and would hang with the
 //! call. [`Rank::Telling`], [`Rank::Processes`] and [`Rank::Upload`] say where they are exceptions.
 //! A build with debug assertions checks the order at each use, and that a thread holds none of
-//! these locks where it begins a request, launches a plan or waits for one, asks an engine for its
-//! memory, or changes files of the weight cache ([`expect_unlocked`]).
+//! these locks where it begins a request, asks an engine for memory, frees memory, registers memory
+//! with the device, compiles, launches or waits for a plan, asks how much memory is free, or
+//! changes files of the weight cache ([`expect_unlocked`]).
 //!
 //! Locks that are not here are innermost: nothing else is locked, called or waited for under them
 //! (`log_limit`, `engine_monitor`, `activity`, `service`).
@@ -45,6 +46,8 @@ pub(crate) enum Rank {
     Sources,
     /// The memory accounts (`ledger`).
     Ledger,
+    /// The host memory of all tenants beside devices with a memory of their own (`host_memory`).
+    HostMemory,
     /// The queue of graphs (`sched`).
     Scheduler,
     /// Sums of a tenant (`tenant`).

@@ -1,6 +1,7 @@
 //! What the operator allows a guest: links, memory, a share of the device's time.
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -83,6 +84,9 @@ pub struct Policy {
     /// the order in which the guest sees them. Empty: all, in the order of the engines.
     #[serde(default)]
     pub devices: Vec<usize>,
+    /// Quotas in bytes on devices where the guest has another one than `memory`.
+    #[serde(default)]
+    pub memory_on: BTreeMap<usize, u64>,
 }
 
 impl Policy {
@@ -96,9 +100,10 @@ impl Policy {
     pub(crate) fn on_device(&self, device: usize) -> Policy {
         Policy {
             memory: match self.permits(device) {
-                true => self.memory,
+                true => { self.memory_on.get(&device).copied() }.or(self.memory),
                 false => Some(0),
             },
+            memory_on: BTreeMap::new(),
             ..self.clone()
         }
     }
@@ -121,6 +126,7 @@ impl Default for Policy {
             links: LinkKind::ALL.into(),
             batch: true,
             devices: Vec::new(),
+            memory_on: BTreeMap::new(),
         }
     }
 }

@@ -6,6 +6,8 @@ use std::io;
 use std::num::ParseIntError;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::warn;
+use vgpu_transport::size::shown;
 
 use crate::limits::{HandshakeLimits, Limits};
 
@@ -36,14 +38,33 @@ pub enum ProcessLimitsError {
 impl Limits {
     /// The limits by default, with the parts of the kernel's limits that guests of this process may
     /// use: three quarters of the memory mappings, and the file descriptors that neither the
-    /// process itself nor handshakes need. Raises the process's limit of descriptors as far as the
-    /// kernel permits.
+    /// process itself nor handshakes need. Beside devices with a memory of their own, guests may
+    /// use half of the memory of this machine or of the control group of the process. Raises the
+    /// process's limit of descriptors as far as the kernel permits.
     ///
     /// # Errors
     /// `vm.max_map_count` cannot be read.
     pub fn of_this_process() -> Result<Limits, ProcessLimitsError> {
         let mappings: usize = fs::read_to_string(MAX_MAP_COUNT)?.trim().parse()?;
-        Ok(Limits::default().with_kernel_limits(mappings, raise_descriptors()))
+        let limits = Limits::default().with_machine_memory(vgpu_cpu::machine_memory());
+        Ok(limits.with_kernel_limits(mappings, raise_descriptors()))
+    }
+
+    /// Half of so many bytes as host memory. 0: the kernel does not tell the number, and the limit
+    /// stays.
+    fn with_machine_memory(self, machine: u64) -> Limits {
+        if machine == 0 {
+            warn!(
+                "the size of this machine's memory is unknown: guests may take {} of it beside \
+                 GPUs, or engine.host-memory",
+                shown(self.host_memory)
+            );
+            return self;
+        }
+        Limits {
+            host_memory: machine / 2,
+            ..self
+        }
     }
 
     /// Divides so many memory mappings and file descriptors.
@@ -99,9 +120,18 @@ mod tests {
     }
 
     #[test]
+    fn host_memory_is_half_of_the_machines_if_that_is_known() {
+        let limits = |machine| Limits::default().with_machine_memory(machine).host_memory;
+        assert_eq!(limits(100 << 30), 50 << 30);
+        assert_eq!(limits(0), Limits::default().host_memory);
+    }
+
+    #[test]
     fn this_process_has_limits() {
         let limits = Limits::of_this_process().unwrap();
         assert!(limits.mappings > 1000, "{limits:?}");
+        assert!(limits.host_memory > 64 << 20, "{limits:?}");
+        assert_eq!(limits.host_memory, vgpu_cpu::machine_memory() / 2);
         let now = getrlimit(Resource::Nofile);
         assert_eq!(now.current, now.maximum.or(Some(MAX_DESCRIPTORS)));
     }

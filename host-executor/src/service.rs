@@ -9,13 +9,20 @@
 //! machine and open another one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, OnceLock};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use rustix::net::SocketAddrUnix;
+use rustix::pipe::{PipeFlags, pipe_with};
 use sd_notify::NotifyState;
 use tracing::{Level, warn};
+use vgpu_transport::link::scm_rights;
 
 /// Whether standard error is a stream of systemd's journal: JOURNAL_STREAM has the device and the
 /// inode of the stream (`systemd.exec(5)`). Then a line may begin with its priority
@@ -198,8 +205,76 @@ pub fn end_at_once(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-/// A line on the fd store, if there is one. Waits for no lock.
+/// The variable that has the process id of the `vgpu fd-store` that has started this process.
+pub const FD_STORE_PID: &str = "FDSTORE_PID";
+
+/// The message by which a process asks its `vgpu fd-store` for its state. A pipe for the answer
+/// comes with the message.
+pub const FD_STORE_QUESTION: &str = "X_FDSTORE_STATE=1";
+
+/// How long `vgpu fd-store` may take to answer.
+const FD_STORE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The longest answer, in bytes.
+const MAX_FD_STORE_STATE: u64 = 64 << 10;
+
+/// What the `vgpu fd-store` that has started this process says of itself.
+fn fd_store_state() -> Option<String> {
+    let pid: i32 = std::env::var(FD_STORE_PID).ok()?.parse().ok()?;
+    // The messages of a process that another one has started are not for the store.
+    let parent = rustix::process::getppid().map(|parent| parent.as_raw_nonzero().get());
+    if parent != Some(pid) {
+        return None;
+    }
+    let path = std::env::var_os("NOTIFY_SOCKET")?;
+    Some(match ask_fd_store(Path::new(&path)) {
+        Ok(state) => state.trim_end().to_owned(),
+        Err(error) => format!("vgpu fd-store, process {pid}: no answer: {error}"),
+    })
+}
+
+/// Asks a `vgpu fd-store`. Waits for [`FD_STORE_TIMEOUT`] at most, also if the store hangs and its
+/// socket is full.
+fn ask_fd_store(path: &Path) -> io::Result<String> {
+    let (ours, theirs) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+    let socket = UnixDatagram::unbound()?;
+    socket.set_nonblocking(true)?;
+    let address = SocketAddrUnix::new(path)?;
+    scm_rights::send_to(
+        &socket,
+        &address,
+        FD_STORE_QUESTION.as_bytes(),
+        &[theirs.as_fd()],
+    )?;
+    drop(theirs);
+    let (mut ours, mut answer) = (File::from(ours).take(MAX_FD_STORE_STATE), Vec::new());
+    let end = Instant::now() + FD_STORE_TIMEOUT;
+    loop {
+        match ours.read_to_end(&mut answer) {
+            Ok(_) if answer.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => return Ok(String::from_utf8_lossy(&answer).into_owned()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+        if Instant::now() >= end {
+            let why = format!("nothing within {FD_STORE_TIMEOUT:?}");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Lines on the fd store, if there is one. Waits up to a second for the answer of the process that
+/// keeps the files, and for no lock that a thread keeps.
 pub(crate) fn dump() -> Option<String> {
+    let state = fd_store_state();
+    let lines = kept_files().into_iter().chain(state);
+    let lines: Vec<String> = lines.collect();
+    (!lines.is_empty()).then(|| lines.join("\n"))
+}
+
+/// A line on the files in the fd store. Waits for no lock.
+fn kept_files() -> Option<String> {
     if !has_fd_store() {
         return None;
     }

@@ -1,6 +1,8 @@
 //! Sizes as people write and read them.
 #![forbid(unsafe_code)]
 
+pub use vgpu_transport::size::shown;
+
 /// Why a text is not a size.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
@@ -47,34 +49,9 @@ pub fn parse(text: &str) -> Result<u64, ParseSizeError> {
     }
 }
 
-/// A number of bytes with a binary unit, such as `1.5 GiB`.
-pub fn shown(bytes: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1023.95 && unit + 1 < units.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{bytes} B"),
-        _ => format!("{value:.1} {}", units[unit]),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{parse, shown};
-
-    #[test]
-    fn shown_sizes_are_short() {
-        assert_eq!(shown(0), "0 B");
-        assert_eq!(shown(1023), "1023 B");
-        assert_eq!(shown(1536), "1.5 KiB");
-        assert_eq!(shown((1 << 30) - 1), "1.0 GiB");
-        assert_eq!(shown(24 << 30), "24.0 GiB");
-        assert_eq!(shown(u64::MAX), "16777216.0 TiB");
-    }
+    use super::parse;
 
     #[test]
     fn sizes_with_units_are_parsed() {

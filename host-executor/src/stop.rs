@@ -1,7 +1,6 @@
 //! A request to stop.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -13,17 +12,27 @@ pub struct StopFlag(Arc<StopState>);
 
 #[derive(Debug, Default)]
 struct StopState {
-    is_set: AtomicBool,
-    /// Whether another guest needs what the guest has.
-    is_evicted: AtomicBool,
-    /// Whether an operator has ended the session.
-    is_killed: AtomicBool,
-    /// Why the host no longer serves the guest, if that is the cause.
-    refusal: OnceLock<CertificateFault>,
-    /// The time that sessions had to end by themselves, if its end is the cause.
-    drained: OnceLock<Duration>,
+    /// The first reason for which the flag was set. Empty: the flag is not set.
+    reason: OnceLock<StopReason>,
     /// The flag for all sessions, if this flag is for one of them.
     all: Option<StopFlag>,
+}
+
+/// Why a session is to stop.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum StopReason {
+    /// The executor stops.
+    Shutdown,
+    /// Another program of the guest's machine needs what the guest has.
+    Evicted,
+    /// An operator ends the session.
+    Killed,
+    /// The guest of the session was removed.
+    Removed,
+    /// The host no longer serves a guest with such a certificate.
+    Refused(CertificateFault),
+    /// The host drains, and the time that sessions had to end by themselves has passed.
+    Drained(Duration),
 }
 
 impl StopFlag {
@@ -35,66 +44,50 @@ impl StopFlag {
     /// A flag for one session, which is set if this flag is set.
     pub(crate) fn for_one(&self) -> StopFlag {
         StopFlag(Arc::new(StopState {
+            reason: OnceLock::new(),
             all: Some(self.clone()),
-            ..StopState::default()
         }))
     }
 
-    /// Sets the flag. Each session completes the request that it executes, or cancels it at the end
-    /// of its turn if it is a graph, tells its guest, and ends.
+    /// Sets the flag, because the executor stops. Each session ends its request as soon as it can:
+    /// a graph at the end of its turn, a compilation or a copy at its next look at the flag, and a
+    /// reply that its guest does not take at once. The session then tells its guest why, which is
+    /// waited for no longer than [`LAST_MESSAGES`](vgpu_transport::link::LAST_MESSAGES), and ends.
     pub fn set(&self) {
-        self.0.is_set.store(true, Ordering::Release);
+        self.set_for(StopReason::Shutdown);
     }
 
-    /// Sets the flag, because the host no longer serves the guest.
-    pub(crate) fn refuse(&self, fault: CertificateFault) {
-        // An earlier fault stays.
-        let _ = self.0.refusal.set(fault);
-        self.set();
-    }
-
-    /// Sets the flag, because another program of the guest's machine needs what the guest has.
-    pub(crate) fn evict(&self) {
-        self.0.is_evicted.store(true, Ordering::Relaxed);
-        self.set();
-    }
-
-    /// Sets the flag, because an operator ends the session.
-    pub(crate) fn kill(&self) {
-        self.0.is_killed.store(true, Ordering::Relaxed);
-        self.set();
-    }
-
-    /// Whether the flag is set because an operator ends the session.
-    pub(crate) fn is_killed(&self) -> bool {
-        self.0.is_killed.load(Ordering::Relaxed)
-    }
-
-    /// Sets the flag, because the host drains and the time `limit` for open sessions has passed.
-    pub(crate) fn drain(&self, limit: Duration) {
-        // An earlier limit stays.
-        let _ = self.0.drained.set(limit);
-        self.set();
-    }
-
-    /// The time that sessions had, if the flag is set because it has passed.
-    pub(crate) fn drained(&self) -> Option<Duration> {
-        self.0.drained.get().copied()
-    }
-
-    /// Whether the flag is set because another program needs what the guest has.
-    pub(crate) fn is_evicted(&self) -> bool {
-        self.0.is_evicted.load(Ordering::Relaxed)
+    /// Sets the flag for a reason. An earlier reason stays.
+    pub(crate) fn set_for(&self, reason: StopReason) {
+        let _ = self.0.reason.set(reason);
     }
 
     /// Whether the flag is set.
     pub fn is_set(&self) -> bool {
-        let all = self.0.all.as_ref();
-        self.0.is_set.load(Ordering::Acquire) || all.is_some_and(StopFlag::is_set)
+        self.reason().is_some()
     }
 
-    /// Why the host no longer serves the guest, if that is why the flag is set.
-    pub(crate) fn refusal(&self) -> Option<&CertificateFault> {
-        self.0.refusal.get()
+    /// Why the flag is set. `None`: it is not.
+    pub(crate) fn reason(&self) -> Option<&StopReason> {
+        let all = self.0.all.as_ref();
+        self.0.reason.get().or_else(|| all?.reason())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_reason_of_a_session_stays_and_the_executor_stops_all() {
+        let all = StopFlag::new();
+        let [one, other] = [all.for_one(), all.for_one()];
+        assert!(!one.is_set() && !all.is_set());
+        one.set_for(StopReason::Killed);
+        one.set_for(StopReason::Drained(Duration::from_secs(1)));
+        assert!(one.is_set() && !other.is_set() && !all.is_set());
+        all.set();
+        assert_eq!(one.reason(), Some(&StopReason::Killed));
+        assert_eq!(other.reason(), Some(&StopReason::Shutdown));
     }
 }

@@ -33,6 +33,8 @@ pub(crate) fn new_tenant_id() -> TenantId {
 pub(crate) struct Tenant {
     id: TenantId,
     name: String,
+    /// Whether the configuration named the tenant when it was made.
+    had_name: bool,
     ledger: Arc<Ledger>,
     /// Sums over the sessions that have ended.
     ended: RankedMutex<Stats>,
@@ -83,6 +85,7 @@ impl Tenant {
         Arc::new(Tenant {
             id,
             name,
+            had_name: is_named,
             ledger: Arc::clone(ledger),
             ended: RankedMutex::new(Rank::Totals, Stats::default()),
             latency,
@@ -101,6 +104,11 @@ impl Tenant {
     /// Whether the configuration names the tenant.
     pub(crate) fn is_named(&self) -> bool {
         self.ledger.is_named(self.id)
+    }
+
+    /// Whether the guest had a name and was removed: nothing is reserved for the tenant.
+    pub(crate) fn is_removed(&self) -> bool {
+        self.had_name && !self.is_named()
     }
 
     pub(crate) fn policy(&self) -> Policy {
@@ -171,8 +179,9 @@ impl Tenant {
     /// the charge lives. On an engine whose memory is that of the host, it is a part of the quota.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`], or [`EngineError::OutOfHostMemory`] on an engine with a memory
-    /// of its own, with the tenant's own figures.
+    /// [`EngineError::OutOfMemory`], or on an engine with a memory of its own
+    /// [`EngineError::OutOfHostMemory`], with the tenant's own figures, or
+    /// [`EngineError::OutOfSharedHostMemory`].
     pub(crate) fn charge_host(
         self: &Arc<Tenant>,
         size: u64,
@@ -315,7 +324,12 @@ mod tests {
     use std::cell::RefCell;
 
     use super::*;
+    use crate::host_memory::HostMemory;
     use crate::ledger::HOST_MEMORY;
+
+    fn ledger(total: u64) -> Arc<Ledger> {
+        Ledger::new(total, HostMemory::new(u64::MAX, 1))
+    }
 
     fn quota(memory: impl Into<Option<u64>>) -> Policy {
         Policy {
@@ -344,7 +358,7 @@ mod tests {
 
     #[test]
     fn quotas_are_reserved_and_the_rest_is_shared() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let named = Tenant::named(new_tenant_id(), "a", quota(40), &ledger);
         let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, 50));
         assert_eq!(figures(&named, 100), (40, 40));
@@ -361,7 +375,7 @@ mod tests {
         let error = two.charge_with(1, || 40).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "out of memory: 1 bytes wanted, 0 of 50 free"
+            "out of memory: 1 B wanted, 0 B of 50 B free"
         );
         let mine = take(&named, 40, 40).unwrap();
         assert!(take(&named, 1, 0).is_err());
@@ -371,7 +385,7 @@ mod tests {
 
     #[test]
     fn charged_bytes_are_reserved_before_their_allocation() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, None));
         let mut charge = one.charge_with(70, || 100).unwrap();
         assert!(two.charge_with(31, || 100).is_err(), "both would get it");
@@ -384,7 +398,7 @@ mod tests {
 
     #[test]
     fn charges_use_free_memory_as_of_the_latest_allocation() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, None));
         let other = RefCell::new(None);
         let engine_free = || {
@@ -399,13 +413,13 @@ mod tests {
         let error = two.charge_with(60, engine_free).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "out of memory: 60 bytes wanted, 40 of 100 free"
+            "out of memory: 60 B wanted, 40 B of 100 B free"
         );
     }
 
     #[test]
     fn shared_memory_follows_the_free_memory_of_the_engine() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let guests: Vec<_> = (0..3).map(|_| unnamed(&ledger, None)).collect();
         let mut charges = Vec::new();
         for guest in &guests {
@@ -422,7 +436,7 @@ mod tests {
 
     #[test]
     fn host_memory_beside_a_device_has_a_limit_of_its_own() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, None));
         let take = |tenant: &Arc<Tenant>, size| {
             ledger.charge_host(tenant.id, size)?;
@@ -436,7 +450,7 @@ mod tests {
         let mut charge = take(&one, HOST_MEMORY - 1).unwrap();
         assert_eq!(
             take(&one, 2).unwrap_err().to_string(),
-            "out of host memory: 2 bytes wanted, 1 of 1073741824 free"
+            "out of host memory: 2 B wanted, 1 B of 1.0 GiB free"
         );
         take(&two, HOST_MEMORY).unwrap();
         assert_eq!(figures(&one, 100), (100, 100), "the device is not used");
@@ -450,7 +464,7 @@ mod tests {
 
     #[test]
     fn charges_shrink() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let tenant = unnamed(&ledger, None);
         let mut charge = tenant.charge_with(70, || 100).unwrap();
         charge.shrink(90);
@@ -469,7 +483,7 @@ mod tests {
 
     #[test]
     fn overcommitment_reserves_nothing() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         ledger.set_overcommit(true);
         let named = Tenant::named(new_tenant_id(), "a", quota(80), &ledger);
         let other = Tenant::named(new_tenant_id(), "b", quota(80), &ledger);
@@ -481,7 +495,7 @@ mod tests {
 
     #[test]
     fn quota_below_the_used_memory_frees_nothing() {
-        let ledger = Ledger::new(100);
+        let ledger = ledger(100);
         let named = Tenant::named(new_tenant_id(), "a", quota(60), &ledger);
         let guest = unnamed(&ledger, None);
         let charge = take(&named, 50, 100).unwrap();

@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::host_memory::HostMemory;
 use crate::identity::{CertificateRule, Identity};
 use crate::ledger::Ledger;
 use crate::lock::{Rank, RankedMutex};
 use crate::peer::Peer;
 use crate::policy::{LinkKind, Policy, permits};
 use crate::sched::TenantId;
+use crate::size::shown;
 use crate::tenant::{LatencyHistograms, Tenant, new_tenant_id};
 
 /// Unnamed guests that have disconnected and owe time, at most. The guests that owe most are kept.
@@ -57,12 +59,14 @@ impl Default for Rules {
 /// The sum of the quotas exceeds an engine's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the quotas of the guests add up to {promised} bytes, the engine{} has {total}: lower a quota, \
-     or set overcommit = true",
+    "the quotas of the guests add up to {}, the engine{} has {}: lower a quota, or set overcommit \
+     = true",
+    shown(*promised),
     match device {
         0 => String::new(),
         device => format!(" of device {device}"),
-    }
+    },
+    shown(*total)
 )]
 pub struct QuotaError {
     /// The index of the device.
@@ -101,7 +105,7 @@ pub enum AdmissionError {
     WrongCertificate { name: String, presented: Identity },
     #[error("guest {name} is identified by a certificate, and this link has none")]
     NoCertificate { name: String },
-    #[error("the configuration no longer names guest {name}")]
+    #[error("the host has no guest {name} any more")]
     Removed { name: String },
     #[error("the configuration does not name this guest, and rejects unnamed guests")]
     Unnamed,
@@ -180,6 +184,8 @@ pub(crate) fn on_first_device(tenants: &GuestTenants) -> &Arc<Tenant> {
 pub(crate) struct TenantRegistry {
     /// One for each device.
     ledgers: Vec<Arc<Ledger>>,
+    /// Of all devices.
+    host: Arc<HostMemory>,
     state: RankedMutex<KnownGuests>,
     /// The unnamed guests that are connected or owe time.
     known: RankedMutex<Unnamed>,
@@ -258,10 +264,16 @@ impl NamedGuest {
 }
 
 impl TenantRegistry {
-    /// A registry for devices with so many bytes of memory each. Every guest is served, until rules
-    /// are applied.
-    pub(crate) fn new(totals: impl IntoIterator<Item = u64>) -> TenantRegistry {
-        let ledgers: Vec<_> = totals.into_iter().map(Ledger::new).collect();
+    /// A registry for devices with so many bytes of memory each, beside which guests use `host`.
+    /// Every guest is served, until rules are applied.
+    pub(crate) fn new(
+        totals: impl IntoIterator<Item = u64>,
+        host: Arc<HostMemory>,
+    ) -> TenantRegistry {
+        let ledgers = totals.into_iter();
+        let ledgers: Vec<_> = ledgers
+            .map(|total| Ledger::new(total, Arc::clone(&host)))
+            .collect();
         let id = new_tenant_id();
         let unnamed = ledgers.iter().map(|ledger| {
             let latency = Arc::<LatencyHistograms>::default();
@@ -270,6 +282,7 @@ impl TenantRegistry {
         TenantRegistry {
             unnamed: unnamed.collect(),
             ledgers,
+            host,
             known: RankedMutex::new(Rank::Sources, Unnamed::default()),
             state: RankedMutex::new(
                 Rank::Registry,
@@ -281,9 +294,14 @@ impl TenantRegistry {
         }
     }
 
-    /// Applies rules, also to guests that are connected. Such guests keep the memory that they use;
-    /// those that are named no longer stay until they disconnect, and so do unnamed ones that are
-    /// no longer served.
+    /// Changes for how many tenants host memory is kept.
+    pub(crate) fn set_places(&self, places: usize) {
+        self.host.set_places(places);
+    }
+
+    /// Applies rules, also to guests that are connected. Such guests keep the memory that they use.
+    /// Those that are named no longer get no further session, and stay until they disconnect or
+    /// their sessions are ended; so do unnamed ones that are no longer served.
     ///
     /// # Errors
     /// [`QuotaError`]: nothing has changed.
@@ -469,7 +487,10 @@ mod tests {
 
     #[test]
     fn unnamed_guest_that_comes_again_still_owes_what_it_has_worked() {
-        let (registry, scheduler) = (TenantRegistry::new([100]), Scheduler::new(true));
+        let (registry, scheduler) = (
+            TenantRegistry::new([100], HostMemory::new(0, 1)),
+            Scheduler::new(true),
+        );
         let admit = |uid| {
             let debt = |tenant| scheduler.debt(tenant);
             let admitted = registry.admit(None, &user(uid), debt);
@@ -504,7 +525,7 @@ mod tests {
 
     #[test]
     fn the_number_of_guests_that_are_kept_for_their_debts_is_limited() {
-        let registry = TenantRegistry::new([100]);
+        let registry = TenantRegistry::new([100], HostMemory::new(0, 1));
         let owed = |tenant: TenantId| Some(Duration::from_secs(tenant.0));
         let admit = |uid| {
             let admitted = registry.admit(None, &user(uid), owed);

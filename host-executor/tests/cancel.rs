@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use common::scripted_engine::{Act, HOLLOW_SIZE, ScriptedEngine};
 use common::{Guest, Host, TIMEOUT, add, bytes};
-use endless::{BUFFER, GRAPH, LONG_PARTS, OPERATORS, attack, engine, host, stats, wait_for_turns};
+use endless::{
+    BUFFER, GRAPH, LATE, LONG_PARTS, OPERATORS, attack, ends_promptly, engine, host, stats,
+    wait_for_turns,
+};
 use vgpu_engine::Engine;
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, OpKind};
@@ -27,29 +30,35 @@ fn every_operator() -> impl Iterator<Item = OpKind> {
 /// with its guest.
 fn others_run_beside(kinds: &[OpKind], graph: fn(OpKind, [BufferId; 3]) -> Graph) {
     for &kind in kinds {
-        let (host, name) = (host(), kind.ggml_name());
-        let attacker = attack(&host, |buffers| graph(kind, buffers));
-        let mut other = host.guest_of(2);
-        let [x, y] = [0; 2].map(|_| other.alloc_with(&bytes(&[1.0, 2.0])));
-        let sum = other.alloc(8);
-        other.graph(GRAPH, &add(2, sum, x, y));
-        for _ in 0..5 {
-            other.submit(GRAPH);
-            assert_eq!(other.read_f32(sum, 2), [2.0, 4.0], "{name}");
-        }
-        assert_eq!(stats(&host, 1).graphs_run, 0, "{name} is not endless");
-        drop(attacker);
-        let dropped = Instant::now();
-        while host.server.sessions().len() > 1 {
-            assert!(
-                dropped.elapsed() < TIMEOUT,
-                "{name} goes on without its guest"
-            );
-            thread::yield_now();
-        }
+        let name = kind.ggml_name();
+        ends_promptly(name, || ends_with_its_guest(kind, graph));
+    }
+}
+
+/// Returns how long the graph goes on without its guest.
+fn ends_with_its_guest(kind: OpKind, graph: fn(OpKind, [BufferId; 3]) -> Graph) -> Duration {
+    let (host, name) = (host(), kind.ggml_name());
+    let attacker = attack(&host, |buffers| graph(kind, buffers));
+    let mut other = host.guest_of(2);
+    let [x, y] = [0; 2].map(|_| other.alloc_with(&bytes(&[1.0, 2.0])));
+    let sum = other.alloc(8);
+    other.graph(GRAPH, &add(2, sum, x, y));
+    for _ in 0..5 {
         other.submit(GRAPH);
         assert_eq!(other.read_f32(sum, 2), [2.0, 4.0], "{name}");
     }
+    assert_eq!(stats(&host, 1).graphs_run, 0, "{name} is not endless");
+    let dropped = Instant::now();
+    drop(attacker);
+    while host.server.sessions().len() > 1 {
+        let goes_on = dropped.elapsed();
+        assert!(goes_on < LATE, "{name} goes on without its guest");
+        thread::yield_now();
+    }
+    let ended = dropped.elapsed();
+    other.submit(GRAPH);
+    assert_eq!(other.read_f32(sum, 2), [2.0, 4.0], "{name}");
+    ended
 }
 
 #[test]
@@ -128,10 +137,15 @@ fn fills_and_copies_above_64_kib_take_a_turn_on_the_cpu() {
 #[test]
 fn shutdown_cancels_an_endless_graph_and_tells_the_guest() {
     for kind in every_operator() {
-        let (host, name) = (host(), kind.ggml_name());
-        let attacker = attack(&host, |buffers| endless::endless(kind, buffers));
-        host.server.shutdown();
-        assert_eq!(attacker.ended(), "the host is shutting down", "{name}");
+        let name = kind.ggml_name();
+        ends_promptly(name, || {
+            let host = host();
+            let attacker = attack(&host, |buffers| endless::endless(kind, buffers));
+            let begin = Instant::now();
+            host.server.shutdown();
+            assert_eq!(attacker.ended(), "the host is shutting down", "{name}");
+            begin.elapsed()
+        });
     }
 }
 

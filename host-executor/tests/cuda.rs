@@ -18,7 +18,8 @@ use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
-use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
+use vgpu_transport::ir::{BufferId, Graph, Op, PoolKind, Precision, Type};
+use vgpu_transport::size::shown;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 const MIB: u64 = 1 << 20;
@@ -88,7 +89,7 @@ fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
     let held = alice.alloc(90 * MIB);
     let reason = alice.refusal(20 * MIB);
     assert!(
-        reason.starts_with("guest alice: out of memory: 20971520 bytes wanted"),
+        reason.starts_with("guest alice: out of memory: 20.0 MiB wanted"),
         "{reason}"
     );
     // The guest keeps its memory, and another guest can allocate memory.
@@ -262,6 +263,54 @@ fn a_node_that_takes_the_cpu_too_long_is_refused_with_its_numbers() {
 }
 
 #[test]
+fn a_long_node_that_is_not_divided_is_refused_with_its_numbers() {
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let mut guest = host.guest();
+    let [a, b, dst] = [0; 3].map(|_| guest.alloc(64 * MIB));
+    // Rows that may have the same id are added one after the other: 2 us each by estimate.
+    let gradients = |rows| {
+        let mut build = Build::default();
+        let dst = build.tensor(Type::F32, [1, 8, 1, 1], dst);
+        let x = build.tensor(Type::F32, [1, rows, 1, 1], a);
+        let ids = build.tensor(Type::I32, [rows, 1, 1, 1], b);
+        build.node(Op::GetRowsBack {}, dst, &[x, ids]);
+        build.0
+    };
+    guest.graph(GRAPH, &gradients(1 << 20));
+    // Which is answered if the graph is not refused.
+    let fence = guest.send(&Request::Fence {});
+    let (Reply::Failed { reason, .. }, _) = guest.receive() else {
+        panic!("the graph is refused");
+    };
+    assert_eq!(guest.receive().0, Reply::Done { request: fence });
+    for words in [
+        "node 0 (GET_ROWS_BACK) would take 2.1s by estimate",
+        "Nothing ends its launches (1) once they run, the limit of each is 1s",
+    ] {
+        assert!(reason.contains(words), "{words:?} is not in {reason:?}");
+    }
+    guest.graph(GRAPH, &gradients(1 << 18));
+    guest.fence();
+    // A node that takes longer, and is divided: windows of 128 by 128.
+    let mut build = Build::default();
+    let image = build.tensor(Type::F32, [4096, 4096, 1, 1], a);
+    let pooled = build.tensor(Type::F32, [3969, 3969, 1, 1], dst);
+    let op = Op::Pool2d {
+        kind: PoolKind::Max,
+        k0: 128,
+        k1: 128,
+        s0: 1,
+        s1: 1,
+        p0: 0,
+        p1: 0,
+    };
+    build.node(op, pooled, &[image]);
+    guest.graph(GraphId(2), &build.0);
+    guest.fence();
+}
+
+#[test]
 fn scratch_memory_is_charged_refused_with_numbers_and_given_back() {
     const QUOTA: u64 = 100 * MIB;
     let device = Arc::new(Spy::with_memory(512 * MIB));
@@ -312,13 +361,66 @@ fn scratch_memory_is_charged_refused_with_numbers_and_given_back() {
     let (Reply::Failed { reason, .. }, _) = guest.receive() else {
         panic!("the graph is refused");
     };
-    let numbers = format!("out of memory: {taken} bytes wanted");
+    let numbers = format!("out of memory: {} wanted", shown(taken));
     assert!(
-        reason.contains(&numbers) && reason.contains(&format!("of {QUOTA} free")),
+        reason.contains(&numbers) && reason.contains(&format!("of {} free", shown(QUOTA))),
         "{reason}"
     );
     guest.send(&Request::Free { buffer: held });
     assert_eq!(free(&mut guest), before);
+}
+
+#[test]
+fn graphs_of_all_guests_have_a_limit_of_host_memory() {
+    const ALL: u64 = 4 * MIB;
+    let device: Arc<dyn Device> = Arc::new(Spy::with_memory(512 * MIB));
+    let limits = Limits {
+        host_memory: ALL,
+        ..Limits::default()
+    };
+    let engine = CudaEngine::new(device).expect("an engine");
+    let host = Host::limited(Arc::new(engine), limits, 4);
+    // The number of graphs that a guest can keep, and the reason for which one more is refused.
+    let fill = |guest: &mut common::Guest, first: u64| {
+        let buffers = [0; 2].map(|_| guest.alloc(4096));
+        for kept in 0..500 {
+            guest.graph(GraphId(first + kept), &quantise(1024, 1, buffers));
+            guest.send(&Request::Fence {});
+            if let (Reply::Failed { reason, .. }, _) = guest.receive() {
+                guest.receive();
+                return (kept, reason);
+            }
+        }
+        panic!("no limit");
+    };
+    let mut guests = [1, 2, 3].map(|uid| host.guest_of(uid));
+    let found = guests.each_mut().map(|guest| fill(guest, 0));
+    for (kept, reason) in &found {
+        let of_all = format!(
+            "of the {} for all guests of this process are free",
+            shown(ALL)
+        );
+        assert!(
+            *kept > 0 && reason.contains("out of host memory") && reason.contains(&of_all),
+            "{kept} graphs: {reason}"
+        );
+    }
+    let [first, second, third] = found.map(|(kept, _)| kept);
+    assert!(
+        first > 2 * second,
+        "{first} and {second}: each has its part"
+    );
+    assert_eq!(second, third);
+    // What the first one has had is free for others.
+    let [gone, mut other, _third] = guests;
+    drop(gone);
+    let begin = Instant::now();
+    while host.server.sessions().len() > 2 {
+        assert!(begin.elapsed() < TIMEOUT, "the session does not end");
+        std::thread::yield_now();
+    }
+    let (more, reason) = fill(&mut other, 1000);
+    assert!(more > second, "{more} more than {second}: {reason}");
 }
 
 /// A matrix product of weights with a column, or of a view of their rows.

@@ -235,7 +235,7 @@ fn quotas_and_reservations_hold_on_each_device() {
         let (mut guest, total) = program(&host, 1, device);
         assert_eq!(total, 8 << 20, "device {device}");
         guest.alloc(8 << 20);
-        assert!(guest.refusal(1).contains("0 of 8388608 free"));
+        assert!(guest.refusal(1).contains("0 B of 8.0 MiB free"));
         // Others have what is not reserved on this device.
         let (_, others) = program(&host, 9, device);
         assert_eq!(others, SIZES[device as usize] - (8 << 20));
@@ -251,7 +251,7 @@ fn quotas_and_reservations_hold_on_each_device() {
     host.server.apply(limited).expect("both devices have more");
     assert_eq!(program(&host, 9, 2).1, SIZES[2] - (8 << 20));
     assert_eq!(program(&host, 9, 1).1, SIZES[1] - (17 << 20));
-    assert!(programs[2].refusal(1).contains("0 of 0 free"));
+    assert!(programs[2].refusal(1).contains("0 B of 0 B free"));
     drop(programs);
     host.wait_until_empty();
     assert_eq!(program(&host, 9, 2).1, SIZES[2]);
@@ -264,7 +264,7 @@ fn quotas_and_reservations_hold_on_each_device() {
         .apply(rules(vec![guest_rule("a", 1, quota(17 << 20))]));
     let text = error.expect_err("the third device has 16 MiB").to_string();
     assert!(
-        text.contains("the engine of device 2 has 16777216"),
+        text.contains("the engine of device 2 has 16.0 MiB"),
         "{text}"
     );
     let status = host.server.status_handle().status();

@@ -159,27 +159,63 @@ const PROGRAMS: usize = 16;
 /// Bytes of its buffers, and of each copy: the most that takes no turn.
 const COPIED: u64 = 64 << 10;
 
-/// Programs of one guest that send requests which take no turn, without an end.
-struct Requests {
+/// Matrix products of a graph of an attacker with short ones.
+const SHORT: u64 = 6;
+
+/// What it waits after each.
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// Programs of one guest that send requests without an end.
+struct Programs {
     stop: Arc<AtomicBool>,
     programs: Vec<JoinHandle<()>>,
 }
 
-impl Requests {
-    /// Starts them as programs of user 1. Returns once each has sent requests.
-    fn start(host: &Host) -> Requests {
+impl Programs {
+    /// Starts them as programs of user 1, which do `work` again and again. Returns once each is
+    /// `prepared`.
+    fn start<P: Send + 'static>(
+        host: &Host,
+        count: usize,
+        prepared: impl Fn(&mut Guest) -> P,
+        work: fn(&mut Guest, &P),
+    ) -> Programs {
         let stop = Arc::new(AtomicBool::new(false));
-        let programs = (0..PROGRAMS).map(|_| {
+        let programs = (0..count).map(|_| {
             let (mut guest, stop) = (host.guest_of(1), Arc::clone(&stop));
-            let [to, from] = [0; 2].map(|_| guest.alloc(COPIED));
+            let prepared = prepared(&mut guest);
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    copy_a_few_times(&mut guest, to, from);
+                    work(&mut guest, &prepared);
                 }
             })
         });
         let programs = programs.collect();
-        Requests { stop, programs }
+        Programs { stop, programs }
+    }
+
+    /// Programs that send requests outside of turns.
+    fn of_requests(host: &Host) -> Programs {
+        let buffers = |guest: &mut Guest| [0; 2].map(|_| guest.alloc(COPIED));
+        Programs::start(host, PROGRAMS, buffers, |guest, &[to, from]| {
+            copy_a_few_times(guest, to, from);
+        })
+    }
+
+    /// Programs whose graphs take about a millisecond, with a pause after each: a graph that comes
+    /// ends the turn of a guest that is ahead.
+    fn of_short_graphs(host: &Host, count: usize) -> Programs {
+        let prepared = |guest: &mut Guest| {
+            let weights = guest.alloc(WIDTH * WIDTH * 4 * SHORT);
+            let [state, product] = [0; 2].map(|_| guest.alloc(WIDTH * 4));
+            guest.graph(GRAPH, &model(SHORT, weights, state, product));
+            guest.fence();
+        };
+        Programs::start(host, count, prepared, |guest, ()| {
+            guest.submit(GRAPH);
+            guest.fence();
+            thread::sleep(PAUSE);
+        })
     }
 }
 
@@ -196,7 +232,7 @@ fn copy_a_few_times(guest: &mut Guest, dst: BufferId, src: BufferId) {
     }
 }
 
-impl Drop for Requests {
+impl Drop for Programs {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for program in self.programs.drain(..) {
@@ -209,7 +245,7 @@ impl Drop for Requests {
 /// Who attacks, until it is dropped.
 enum Attacker {
     Graph { _guest: Guest },
-    Requests { _requests: Requests },
+    Programs { _programs: Programs },
 }
 
 /// What an attacker does.
@@ -219,6 +255,8 @@ enum Attack {
     Nothing,
     /// Requests outside of turns, of many programs.
     Requests,
+    /// Short graphs with pauses, of so many programs.
+    ShortGraphs(usize),
     Endless(OpKind),
     LongParts(OpKind),
 }
@@ -228,6 +266,7 @@ impl Attack {
         match self {
             Attack::Nothing => "no graph".into(),
             Attack::Requests => "requests".into(),
+            Attack::ShortGraphs(programs) => format!("short graphs of {programs}"),
             Attack::Endless(kind) => kind.ggml_name().into(),
             Attack::LongParts(kind) => format!("{}, long parts", kind.ggml_name()),
         }
@@ -237,10 +276,12 @@ impl Attack {
         let guest = match self {
             Attack::Nothing => host.guest_of(1),
             Attack::Requests => {
-                let requests = Requests::start(host);
-                return Attacker::Requests {
-                    _requests: requests,
-                };
+                let _programs = Programs::of_requests(host);
+                return Attacker::Programs { _programs };
+            }
+            Attack::ShortGraphs(count) => {
+                let _programs = Programs::of_short_graphs(host, count);
+                return Attacker::Programs { _programs };
             }
             Attack::Endless(kind) => attack(host, |buffers| endless(kind, buffers)),
             Attack::LongParts(kind) => {
@@ -251,6 +292,13 @@ impl Attack {
     }
 }
 
+/// How long all programs of a user have had the engine, in seconds.
+fn busy(host: &Host, uid: u32) -> f64 {
+    let sessions = host.server.sessions().into_iter();
+    let of_user = sessions.filter(|s| s.peer.process.as_ref().is_some_and(|p| p.uid == uid));
+    of_user.map(|s| s.stats.busy.as_secs_f64()).sum()
+}
+
 /// Measures one attacker for `time` each: before, beside it, in the second from its end on, and
 /// after that.
 fn measure(by: Attack, layers: u64, time: Duration) -> Value {
@@ -259,11 +307,13 @@ fn measure(by: Attack, layers: u64, time: Duration) -> Value {
     decoding.decode(time / 4);
     let before = decoding.decode(time);
     let attacker = by.start(&host);
-    let stats = |uid| endless::stats(&host, uid);
-    let engine_time = || [2, 1].map(|uid| stats(uid).busy.as_secs_f64());
+    let engine_time = || [2, 1].map(|uid| busy(&host, uid));
     let (begin, then) = (Instant::now(), engine_time());
     let beside = decoding.decode(time);
-    assert_eq!(stats(1).graphs_run, 0, "{name} is not endless");
+    if matches!(by, Attack::Endless(_) | Attack::LongParts(_)) {
+        let run = endless::stats(&host, 1).graphs_run;
+        assert_eq!(run, 0, "{name} is not endless");
+    }
     let now = engine_time();
     let elapsed = begin.elapsed().as_secs_f64();
     let [own, of_attacker] = [0, 1].map(|i| now[i] - then[i]);
@@ -312,7 +362,9 @@ fn attackers_of_every_operator() {
             .for_each(leaves_others_their_share);
         return;
     };
-    for by in [Attack::Nothing, Attack::Requests].into_iter().chain(all) {
+    let others = [Attack::Nothing, Attack::Requests].into_iter();
+    let others = others.chain([1, 4].map(Attack::ShortGraphs));
+    for by in others.chain(all) {
         if is_asked(&by.name()) {
             println!("{}", measure_often(by, Duration::from_secs_f64(seconds)));
         }

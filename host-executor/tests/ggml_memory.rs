@@ -6,11 +6,14 @@ mod cache;
 mod changed_backend;
 mod common;
 
+use std::sync::Arc;
+
 use changed_backend::{Changes, changed_backend};
-use common::Build;
+use common::{Build, Host};
 use vgpu_engine::{EngineError, Turn};
 use vgpu_executor::engine::{EngineKind, GgmlBackend, start};
-use vgpu_transport::ir::{BufferId, Limits, Op, Type, validate};
+use vgpu_transport::ir::{BufferId, Limits, Op, Precision, Shape, Type, validate};
+use vgpu_transport::wire::{GraphId, Offer, ProtocolVersion, Request};
 
 #[test]
 fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
@@ -19,7 +22,7 @@ fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
     let folder = tempfile::tempdir().unwrap();
     // A GPU that leaves sums to the CPU engine.
     let changes = Changes {
-        greedy: "GGML_OP_CUMSUM",
+        lacks: "GGML_OP_CUMSUM",
         kind: "GGML_BACKEND_DEVICE_TYPE_GPU",
         ..Changes::default()
     };
@@ -48,4 +51,50 @@ fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
         matches!(refused, Some(EngineError::OutOfMemory { .. })),
         "{refused:?}"
     );
+}
+
+/// Only a guest that leaves zeros behind its rows may have them read there.
+#[test]
+fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {
+    let folder = tempfile::tempdir().unwrap();
+    let changes = Changes {
+        reads_rows: true,
+        kind: "GGML_BACKEND_DEVICE_TYPE_GPU",
+        ..Changes::default()
+    };
+    let backend = GgmlBackend {
+        path: changed_backend(&cache::cached(""), folder.path(), &changes),
+        device: None,
+    };
+    let engine = start(&EngineKind::Ggml(backend), 1.into(), None).unwrap();
+    let host = Host::new(Arc::clone(&engine));
+    let product = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: false,
+    };
+    for (version, on_device) in [(ProtocolVersion::V3, 0), (ProtocolVersion::V4, 1)] {
+        let before = engine.fallback_use().expect("a device");
+        let mut guest = host.connect();
+        let _ = guest.hello_with(Offer::only(version));
+        let weights = guest.alloc(4096);
+        let _ = guest.ask(&Request::Weights { buffer: weights });
+        let others = guest.alloc(4096);
+        let mut build = Build::default();
+        let rows = build.tensor(Type::Q8_0, [96, 2, 1, 1], weights);
+        let vector = Shape::contiguous(Type::F32, [96, 1, 1, 1]).unwrap();
+        let vector = build.place(vector, others, 0);
+        let result = Shape::contiguous(Type::F32, [2, 1, 1, 1]).unwrap();
+        let result = build.place(result, others, 1024);
+        build.node(product, result, &[rows, vector]);
+        guest.graph(GraphId(1), &build.0);
+        guest.submit(GraphId(1));
+        guest.fence();
+        let used = engine.fallback_use().expect("a device");
+        let nodes = (
+            used.device_nodes - before.device_nodes,
+            used.other_nodes - before.other_nodes,
+        );
+        assert_eq!(nodes, (on_device, 1 - on_device), "{version}");
+    }
 }

@@ -8,7 +8,8 @@ use common::scripted_engine::{Act, ScriptedEngine};
 use common::{Build, Guest, Host, MEMORY, add, cpu, image};
 use vgpu_engine::Engine;
 use vgpu_transport::ir::{BufferId, Graph, GraphCounts, IR_VERSION};
-use vgpu_transport::wire::{GraphId, Reply, Request};
+use vgpu_transport::size::shown;
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 /// A graph of `nodes` sums on two floats.
 fn sums(buffer: BufferId, nodes: usize) -> Graph {
@@ -96,7 +97,10 @@ fn graphs_are_charged_and_given_back() {
         },
     ] {
         assert!(what.contains("out of memory"), "{what}");
-        assert!(what.contains(&format!("8192 of {MEMORY} free")), "{what}");
+        assert!(
+            what.contains(&format!("8.0 KiB of {} free", shown(MEMORY))),
+            "{what}"
+        );
     }
     guest.send(&Request::Free { buffer: rest });
     guest.graph(GraphId(3), &graph);
@@ -147,7 +151,7 @@ fn a_small_image_cannot_announce_a_large_graph() {
     let reason = failure(&mut guest);
     let wanted = counts.decoded_bytes() + engine.compile_bytes(&counts);
     assert!(
-        reason.contains(&format!("out of memory: {wanted} bytes wanted")),
+        reason.contains(&format!("out of memory: {} wanted", shown(wanted))),
         "{reason}"
     );
 
@@ -180,4 +184,103 @@ fn counts_of_an_image_fit_the_image_together() {
     let image = build.0.encode();
     let counts = GraphCounts::of_image(&image).expect("a head");
     assert_eq!(counts.buffers_of(&image), build.0.buffers);
+}
+
+/// Set in the process of the test below, whose address space is limited.
+const LIMITED: &str = "VGPU_TEST_ADDRESS_SPACE";
+
+/// Limits the address space of this process to `more` bytes beyond what it has. `None`: no limit.
+fn limit_address_space(more: Option<u64>) {
+    let pages = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages = pages.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+    let has = pages.expect("a number") * rustix::param::page_size() as u64;
+    let current = more.map(|more| has + more);
+    let limit = rustix::process::Rlimit {
+        current,
+        maximum: None,
+    };
+    rustix::process::setrlimit(rustix::process::Resource::As, limit).expect("at most the maximum");
+}
+
+fn images_beyond_the_address_space() {
+    let engine = vgpu_cpu::CpuEngine::new(1, Some(1 << 30)).expect("an engine");
+    let host = Host::new(Arc::new(engine));
+    let mut guest = host.guest();
+    let buffer = guest.alloc_with(&common::bytes(&[1.0, 2.0]));
+    guest.graph(GraphId(1), &sums(buffer, 1));
+    let image = vec![0; 48 << 20];
+    let parts: Vec<&[u8]> = image.chunks(MAX_PAYLOAD).collect();
+    // There is no room for the bytes of the image, or none for its words.
+    for (i, before) in [0, parts.len() - 1].into_iter().enumerate() {
+        for (part, bytes) in parts.iter().enumerate() {
+            if part == before {
+                guest.fence();
+                limit_address_space(Some(24 << 20));
+            }
+            let request = Request::Graph {
+                graph: GraphId(9),
+                offset: (part * MAX_PAYLOAD) as u64,
+                total: image.len() as u64,
+            };
+            guest.send_with(&request, bytes);
+        }
+        guest.submit(GraphId(9));
+        // Of the graph, and of its run.
+        let reasons = [failure(&mut guest), failure(&mut guest)];
+        limit_address_space(None);
+        for reason in reasons {
+            assert!(reason.contains("out of host memory"), "{reason}");
+        }
+        guest.submit(GraphId(1));
+        let sum = f32::from(2u8 << i);
+        assert_eq!(guest.read_f32(buffer, 2), [sum, 2.0 * sum]);
+    }
+    // Nor is there room for a copy of the base of a patch, or for its compilation.
+    guest.graph(GraphId(2), &sums(buffer, 20_000));
+    let patch = |graph| Request::Patch {
+        graph,
+        base: GraphId(2),
+    };
+    for room in [3 << 19, 4 << 20] {
+        guest.fence();
+        limit_address_space(Some(room));
+        guest.send(&patch(GraphId(3)));
+        guest.submit(GraphId(3));
+        let reasons = [failure(&mut guest), failure(&mut guest)];
+        limit_address_space(None);
+        for reason in reasons {
+            assert!(reason.contains("out of host memory"), "{reason}");
+        }
+    }
+    guest.send(&patch(GraphId(4)));
+    guest.submit(GraphId(4));
+    guest.fence();
+    // With room, the same bytes are no graph, and that ends the session.
+    guest.image(GraphId(9), &image);
+    assert!(guest.ended().contains("the graph image begins with"));
+}
+
+/// A process without memory for an image refuses it, and serves its other guests.
+#[test]
+fn an_image_for_which_the_process_has_no_memory_is_refused() {
+    if std::env::var_os(LIMITED).is_some() {
+        return images_beyond_the_address_space();
+    }
+    let output = std::process::Command::new(std::env::current_exe().expect("this program"))
+        .args([
+            "--exact",
+            "an_image_for_which_the_process_has_no_memory_is_refused",
+        ])
+        .env(LIMITED, "1")
+        // An arena of a thread has 64 MiB of addresses from its start.
+        .env("MALLOC_ARENA_MAX", "1")
+        // What is freed is no room for the next one.
+        .env("MALLOC_MMAP_THRESHOLD_", "65536")
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{output:?}"
+    );
 }

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use common::hanging_engine::{Call, HangingEngine};
 use common::{Guest, Host, TIMEOUT, add, bytes};
+use vgpu_engine::Engine as _;
+use vgpu_executor::status::Status;
 use vgpu_executor::{Limits, Shutdown, metrics};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{GraphId, Request};
@@ -62,6 +64,38 @@ fn dump_with(host: &Host, part: &str) -> String {
     }
 }
 
+/// How many sessions have ended for this reason.
+fn ends(host: &Host, reason: &str) -> u64 {
+    let ended = host.server.status_handle().status().ended;
+    let found = ended.by_kind().find(|(kind, _)| *kind == reason);
+    found.expect("a kind").1
+}
+
+/// What the executor says while a call of the engine hangs: its status and its metrics. It accepts
+/// a new guest, too, which can do what needs no engine, unless the call `is_of_each_guest`.
+fn answers(host: &Host, is_of_each_guest: bool) -> (Status, String) {
+    let handle = host.server.status_handle();
+    let [of_dump, of_metrics] = [0, 1].map(|_| handle.clone());
+    answered("dump", move || of_dump.dump());
+    let status = answered("status", move || handle.status());
+    let text = answered("metrics", move || metrics::render(&of_metrics)).unwrap();
+    let health = host.server.health();
+    answered("the check of the locks", move || {
+        health.check();
+        health.fatal_error()
+    });
+    let mut guest = host.connect();
+    let guest = answered("HELLO", move || {
+        guest.hello();
+        if !is_of_each_guest {
+            guest.fence();
+        }
+        guest
+    });
+    drop(guest);
+    (status, text)
+}
+
 #[test]
 fn executor_answers_while_the_engine_hangs() {
     for call in [Call::Launch, Call::Wait] {
@@ -88,34 +122,70 @@ fn executor_answers_while_the_engine_hangs() {
                 "link: requests put",
             ],
         );
-        let handle = host.server.status_handle();
-        let of_metrics = handle.clone();
-        let status = answered("status", move || handle.status());
+        let (status, metrics) = answers(&host, false);
         assert_eq!(status.sessions.len(), 2);
         assert!(status.engine.turn.is_some());
-        let text = answered("metrics", move || metrics::render(&of_metrics)).unwrap();
-        let age = text
-            .lines()
-            .find(|l| l.starts_with("vgpu_turn_age_seconds"));
+        let age = { metrics.lines() }.find(|l| l.starts_with("vgpu_turn_age_seconds"));
         let age = age.and_then(|line| line.rsplit(' ').next());
         assert!(age.is_some_and(|age| age.parse::<f64>().unwrap() > 0.0));
-        let health = host.server.health();
-        answered("the check of the locks", move || {
-            health.check();
-            health.fatal_error()
-        });
-        // A new guest is accepted, and can do what needs no engine.
-        let mut third = host.connect();
-        let third = answered("HELLO", move || {
-            third.hello();
-            third.fence();
-            third
-        });
-        drop(third);
 
         engine.hang(&[]);
         assert_eq!(holder.read_f32(of_holder, 1), [3.0]);
         assert_eq!(other.read_f32(of_other, 1), [3.0]);
+    }
+}
+
+#[test]
+fn executor_answers_while_a_call_outside_of_turns_hangs() {
+    for (call, state) in [
+        (Call::Alloc, "executes, request 7 (ALLOC)"),
+        (Call::Compile, "compiles a graph, request 7 (GRAPH)"),
+        (Call::Free, "executes, request 7 (FREE)"),
+        (Call::Free, "frees the memory of the session"),
+    ] {
+        let engine = HangingEngine::new();
+        let host = Host::new(engine.clone());
+        let _released = Released(engine.clone());
+        let (mut guest, number) = guest_with_graph(&host);
+        let of_guest = guest.alloc(4);
+        engine.hang(&[call]);
+        let guest = match state {
+            "frees the memory of the session" => {
+                drop(guest);
+                None
+            }
+            _ => {
+                match call {
+                    Call::Alloc => drop(guest.send(&Request::Alloc {
+                        buffer: BufferId(100),
+                        size: 1,
+                    })),
+                    Call::Compile => guest.graph(GraphId(2), &add(1, number, number, number)),
+                    _ => drop(guest.send(&Request::Free { buffer: of_guest })),
+                }
+                Some(guest)
+            }
+        };
+        engine.wait_until_hanging(call);
+        dump_with(&host, state);
+        let (status, _) = answers(&host, false);
+        assert_eq!(status.sessions.len(), 1, "{state}");
+
+        engine.hang(&[]);
+        match guest {
+            // This guest and the one that was accepted meanwhile. A session whose thread panics
+            // has no such end.
+            None => {
+                host.wait_until_empty();
+                assert_eq!(ends(&host, "closed"), 2);
+            }
+            Some(mut guest) => {
+                if call == Call::Alloc {
+                    guest.receive();
+                }
+                assert_eq!(guest.read_f32(number, 1), [3.0], "{state}");
+            }
+        }
     }
 }
 
@@ -135,7 +205,112 @@ fn hello_is_answered_before_memory_is_registered_with_the_device() {
         &host,
         "registers the memory of the link with the device, for",
     );
+    answers(&host, true);
     drop(guest);
+}
+
+/// A guest whose graph waits for that of another guest, which hangs.
+struct Queued {
+    engine: Arc<HangingEngine>,
+    host: Host,
+    holder: Guest,
+    of_holder: BufferId,
+    /// Session 2.
+    queued: Guest,
+    /// The free memory of the engine without the queued guest.
+    free: u64,
+}
+
+impl Queued {
+    fn new(limits: Limits) -> Queued {
+        let engine = HangingEngine::new();
+        let host = Host::limited(engine.clone(), limits, 64);
+        let (mut holder, of_holder) = guest_with_graph(&host);
+        let free = engine.memory().free;
+        let (mut queued, _) = guest_with_graph(&host);
+        queued.alloc(8 << 20);
+        assert!(engine.memory().free < free);
+        engine.hang(&[Call::Launch]);
+        holder.submit(GRAPH);
+        engine.wait_until_hanging(Call::Launch);
+        queued.submit(GRAPH);
+        dump_with(&host, "waits for the engine, request 7 (SUBMIT), for");
+        Queued {
+            engine,
+            host,
+            holder,
+            of_holder,
+            queued,
+            free,
+        }
+    }
+}
+
+/// Waits until only the first session is left and the engine has so much free memory.
+fn wait_for_one_session(host: &Host, engine: &HangingEngine, free: u64) {
+    let start = std::time::Instant::now();
+    while host.server.sessions().len() > 1 || engine.memory().free < free {
+        let sessions = host.server.sessions();
+        assert!(start.elapsed() < TIMEOUT / 3, "{sessions:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn session_in_the_queue_ends_with_its_guest_or_by_an_operator_while_the_engine_hangs() {
+    for is_killed in [false, true] {
+        let Queued {
+            engine,
+            host,
+            mut holder,
+            of_holder,
+            queued,
+            free,
+        } = Queued::new(Limits::default());
+        let _released = Released(engine.clone());
+        if is_killed {
+            host.server.kill_session(2).expect("the session");
+            let reason = answered("the end of the session", move || queued.ended());
+            contains_all(&reason, &["an operator of the host has ended this session"]);
+        } else {
+            drop(queued);
+        }
+        wait_for_one_session(&host, &engine, free);
+        let text = dump_with(
+            &host,
+            "turn: session 1 (guest unix, program test) has the engine",
+        );
+        contains_all(&text, &["; 0 wait for it"]);
+
+        engine.hang(&[]);
+        assert_eq!(holder.read_f32(of_holder, 1), [3.0]);
+    }
+}
+
+#[test]
+fn session_in_the_queue_ends_with_the_executor_while_the_engine_hangs() {
+    let Queued {
+        engine,
+        host,
+        holder,
+        queued,
+        free,
+        ..
+    } = Queued::new(Limits {
+        slow: Duration::from_secs(3),
+        ..Limits::default()
+    });
+    let _released = Released(engine.clone());
+    let Host { server, .. } = host;
+    let shutdown = answered("shutdown", move || server.shutdown());
+    let Shutdown::Stuck(why) = shutdown else {
+        panic!("the session cannot have ended");
+    };
+    contains_all(&why, &["1 sessions do not end"]);
+    let reason = answered("the end of the session", move || queued.ended());
+    assert_eq!(reason, "the host is shutting down");
+    assert!(engine.memory().free >= free);
+    drop(holder);
 }
 
 #[test]
@@ -241,11 +416,7 @@ fn busy_engine_is_not_reported_as_hanging() {
 fn ends_of_sessions_are_counted_by_reason() {
     let engine = HangingEngine::new();
     let host = Host::new(engine.clone());
-    let count = |reason: &str| {
-        let ended = host.server.status_handle().status().ended;
-        let found = ended.by_kind().find(|(kind, _)| *kind == reason);
-        found.expect("a kind").1
-    };
+    let count = |reason: &str| ends(&host, reason);
     drop(host.guest());
     host.wait_until_empty();
     let mut bad = host.guest();

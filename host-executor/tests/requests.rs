@@ -9,6 +9,7 @@ use common::scripted_engine::{Act, ScriptedEngine, UNREADABLE_SIZE};
 use common::{Guest, Host, MEMORY, PAGE, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
+use vgpu_transport::size::shown;
 use vgpu_transport::wire::{
     DeviceCount, GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request,
     VersionRange,
@@ -257,7 +258,7 @@ fn an_allocation_over_the_budget_is_refused_and_the_session_goes_on() {
             panic!("{reply:?}")
         };
         assert!(
-            reason.contains(&format!("{wanted} bytes wanted")),
+            reason.contains(&format!("{} wanted", shown(wanted))),
             "{reason}"
         );
     }

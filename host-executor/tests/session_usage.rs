@@ -59,7 +59,7 @@ fn run(
 #[test]
 fn sessions_use_limited_resources() {
     let inputs = inputs();
-    for setup in [&session::SMALL, &session::DEFAULT] {
+    for setup in [&session::SMALL, &session::DEFAULT, &session::LARGE] {
         // The first sessions start threads and fill the caches of the allocator.
         assert!(!run(&inputs[..50], None, setup, None).0);
         let first = Process::now();
@@ -70,6 +70,10 @@ fn sessions_use_limited_resources() {
             Planted::LongRequest,
             Planted::LostMapping,
             Planted::LostThread,
+            Planted::LostDescriptor,
+            Planted::LostHeap,
+            Planted::TransientHeap,
+            Planted::TransientHeapOfARun,
         ] {
             // What an earlier fault has left behind is no fault of this one.
             let first = Process::now();

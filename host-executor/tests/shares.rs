@@ -65,7 +65,7 @@ fn guest_at_its_quota_is_refused_with_numbers_and_others_are_unaffected() {
     let reason = alice.refusal(5 << 20);
     assert_eq!(
         reason,
-        "guest alice: out of memory: 5242880 bytes wanted, 4194304 of 10485760 free"
+        "guest alice: out of memory: 5.0 MiB wanted, 4.0 MiB of 10.0 MiB free"
     );
     // A second program of the guest shares the quota.
     let mut again = host.guest_of(1);
@@ -437,7 +437,7 @@ fn unnamed_guest_has_one_quota_and_one_weight_however_often_it_connects() {
         assert_eq!(figures(program), (10 << 20, 2 << 20));
     }
     let reason = programs[4].refusal(4 << 20);
-    assert!(reason.contains("2097152 of 10485760 free"), "{reason}");
+    assert!(reason.contains("2.0 MiB of 10.0 MiB free"), "{reason}");
     assert_eq!(figures(&mut other), (10 << 20, 10 << 20));
     // A new policy holds for all of them, once one connects.
     host.server

@@ -185,7 +185,7 @@ fn guest_that_allocates_all_memory_does_not_affect_existing_allocations() {
         panic!("{reply:?}")
     };
     assert!(
-        reason.contains("out of memory: 4096 bytes wanted, 0 of 67108864 free"),
+        reason.contains("out of memory: 4.0 KiB wanted, 0 B of 64.0 MiB free"),
         "{reason}"
     );
     assert_eq!(small_guest.read(kept, 0, 4), b"mine");

@@ -7,13 +7,14 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use vfio_user::Client;
 use vgpu_executor::listener::GuestListener as _;
-use vgpu_executor::vm::VfioUserListener;
+use vgpu_executor::vm::{VfioUserConnections, VfioUserListener};
 use vgpu_executor::{Limits, Server};
 use vgpu_gguf::Rng;
 use vgpu_transport::link::pci::{DOORBELL, directory};
@@ -94,28 +95,67 @@ fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
     wait_for("the next", || Client::new(&socket).is_ok());
 }
 
-#[test]
-fn hypervisor_that_is_started_again_gets_the_device_at_once() {
-    /// The request of the version negotiation: id, command, size, flags, error, versions, text.
+/// Connects as a hypervisor, and sends the request of the version negotiation.
+fn connect(socket: &Path) -> UnixStream {
+    /// Id, command, size, flags, error, versions, text.
     const CAPABILITIES: &[u8] = b"{\"capabilities\":{}}\0";
     let mut request = [0u16.to_le_bytes(), 1u16.to_le_bytes()].concat();
     request.extend((20 + CAPABILITIES.len() as u32).to_le_bytes());
     request.extend([0; 12]);
     request.extend(CAPABILITIES);
+    let mut hypervisor = UnixStream::connect(socket).unwrap();
+    hypervisor.write_all(&request).unwrap();
+    hypervisor
+}
+
+/// The command of the answer to [`connect`]. An error: the hypervisor is disconnected, or there is
+/// no answer in time.
+fn answer(mut hypervisor: &UnixStream) -> std::io::Result<u8> {
+    let mut head = [0; 16];
+    hypervisor.read_exact(&mut head).map(|()| head[2])
+}
+
+#[test]
+fn process_without_sockets_serves_the_hypervisors_that_it_has_prepared_for() {
+    static ENDS: AtomicU32 = AtomicU32::new(0);
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let options = format!("a,socket={},window=64M,silence=0", socket.display());
+    let mut listener = VfioUserListener::open_isolated(
+        options.parse().unwrap(),
+        VfioUserConnections::in_advance(2).unwrap(),
+        || {
+            ENDS.fetch_add(1, Ordering::Relaxed);
+        },
+    )
+    .unwrap();
+    for _ in 0..2 {
+        let hypervisor = connect(&socket);
+        assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+        assert_eq!(answer(&hypervisor).expect("the device"), 1);
+        assert_eq!(ENDS.load(Ordering::Relaxed), 0, "a machine runs");
+    }
+    // The next one waits until the process ends, and connects again to the next process.
+    let third = connect(&socket);
+    third
+        .set_read_timeout(Some(Duration::from_millis(50)))
+        .unwrap();
+    for _ in 0..3 {
+        assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    }
+    assert_eq!(ENDS.load(Ordering::Relaxed), 1);
+    let error = answer(&third).expect_err("no connection is left");
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "it waits");
+}
+
+#[test]
+fn hypervisor_that_is_started_again_gets_the_device_at_once() {
     let dir = Dir::new();
     let socket = dir.0.join("a.sock");
     let options = format!("a,socket={},window=64M,silence=0", socket.display());
     let mut listener = VfioUserListener::open(options.parse().unwrap()).unwrap();
-    let connect = || {
-        let mut hypervisor = UnixStream::connect(&socket).unwrap();
-        hypervisor.write_all(&request).unwrap();
-        hypervisor
-    };
+    let connect = || connect(&socket);
     // The answer is there before the connection ends, or the connection has been refused.
-    let answer = |mut hypervisor: &UnixStream| {
-        let mut head = [0; 16];
-        hypervisor.read_exact(&mut head).map(|()| head[2])
-    };
     let first = connect();
     assert!(listener.accept(Duration::ZERO).unwrap().is_none());
     assert_eq!(answer(&first).unwrap(), 1);

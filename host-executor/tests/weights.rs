@@ -11,6 +11,7 @@ use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
 use vgpu_transport::ir::BufferId;
+use vgpu_transport::size::shown;
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request, Wanted,
 };
@@ -601,7 +602,8 @@ fn copies_of_shared_weights_are_charged_to_their_guest() {
     let Reply::Failed { reason, .. } = failed else {
         panic!("{failed:?}");
     };
-    let figures = format!("{FIRST} bytes wanted, 0 of {two_buffers} free");
+    let (first, all) = (shown(FIRST), shown(two_buffers));
+    let figures = format!("{first} wanted, 0 B of {all} free");
     assert!(reason.contains(&figures), "{reason}");
     one.receive();
     assert!(read_all(&mut one, one_has, MODEL) == model);

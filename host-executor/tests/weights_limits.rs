@@ -4,8 +4,9 @@ mod common;
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
 use common::weights::{MODEL, SMALL, ask, first, guest, host, model, parts, wait};
-use common::{Guest, MEMORY, PAGE};
+use common::{Guest, Host, MEMORY, PAGE};
 use vgpu_executor::weights::Sharing;
+use vgpu_executor::{LinkKind, Peer};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MAX_EXTENTS, MIN_EXTENT, Reply, Request};
 
@@ -140,17 +141,46 @@ fn a_challenge_keeps_no_weights() {
     assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
 }
 
+/// A guest without a process that the host sees, at this address.
+fn guest_at(host: &Host, address: [u8; 4]) -> Guest {
+    let peer = Peer {
+        endpoint: "tcp".into(),
+        link: LinkKind::Tcp,
+        address: Some(address.into()),
+        vm: None,
+        machine: None,
+        certificate: None,
+        process: None,
+    };
+    let mut guest = host.connect_from(peer);
+    guest.hello();
+    guest
+}
+
 #[test]
 fn wrong_proofs_are_limited_and_others_are_unaffected() {
+    wrong_proofs_are_limited(|host| guest(host, 8), |host| guest(host, 9));
+}
+
+/// Programs at an address share no weights without a proof, and answer together for wrong ones.
+#[test]
+fn wrong_proofs_of_an_address_are_limited_in_all_its_sessions() {
+    wrong_proofs_are_limited(
+        |host| guest_at(host, [192, 0, 2, 1]),
+        |host| guest_at(host, [192, 0, 2, 2]),
+    );
+}
+
+fn wrong_proofs_are_limited(liar: impl Fn(&Host) -> Guest, other: impl Fn(&Host) -> Guest) {
     const MAX_WRONG: usize = 16;
     let (host, weights) = host(Sharing::All, None);
     let model = model(42);
     let (_one, _) = first(&host, &weights, 7, &model);
     let [(offset, part), _] = parts(&model);
     let mut proofs = 0;
-    // New sessions of the same user get no new attempts.
+    // New sessions get no new attempts.
     for _ in 0..3 {
-        let mut liar = guest(&host, 8);
+        let mut liar = liar(&host);
         let (buffer, _) = for_weights(&mut liar, MODEL);
         for _ in 0..MAX_WRONG {
             let reply = liar.ask(&Request::Lookup {
@@ -173,7 +203,7 @@ fn wrong_proofs_are_limited_and_others_are_unaffected() {
         assert_eq!(liar.read(buffer, 0, 10), [1; 10]);
     }
     assert_eq!(proofs, MAX_WRONG);
-    let mut other = guest(&host, 9);
+    let mut other = other(&host);
     let (buffer, _) = for_weights(&mut other, MODEL);
     assert!(lookup(&mut other, buffer, offset, part));
 }

@@ -13,6 +13,7 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Process, WeightStore};
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+use vgpu_transport::size::shown;
 use vgpu_transport::wire::{MIN_EXTENT, Reply, Request};
 
 /// An action before an allocation of memory for weights.
@@ -118,7 +119,7 @@ fn no_other_guest_gets_the_memory_meanwhile() {
     let Reply::Refused { reason, .. } = reply else {
         panic!("{reply:?}");
     };
-    let free = format!("{} of {MEMORY} free", MEMORY / 4);
+    let free = format!("{} of {} free", shown(MEMORY / 4), shown(MEMORY));
     assert!(reason.contains(&free), "{reason}");
     one.write(buffer, 0, b"mine");
     assert_eq!(one.read(buffer, 0, 4), b"mine");
@@ -139,7 +140,7 @@ fn a_refused_exchange_keeps_the_buffer_usable() {
     let Reply::Refused { reason, .. } = guest.ask(&Request::Weights { buffer }) else {
         panic!("the exchange was not refused");
     };
-    assert!(reason.contains("1 bytes wanted, 5 of"), "{reason}");
+    assert!(reason.contains("1 B wanted, 5 B of"), "{reason}");
     // The buffer has its bytes, and takes an upload as one that is not for weights.
     assert_eq!(guest.read(buffer, MIN_EXTENT, 4), [5; 4]);
     guest.write(buffer, MIN_EXTENT, &[3; MIN_EXTENT as usize]);

@@ -68,7 +68,7 @@ fn working_memory_beyond_the_quota_is_refused_with_numbers_and_never_allocated()
         match guest.receive().0 {
             Reply::Failed { reason, .. } => {
                 assert!(reason.contains("out of memory"), "{reason}");
-                assert!(reason.contains(" of 536870912 free"), "{reason}");
+                assert!(reason.contains(" of 512.0 MiB free"), "{reason}");
             }
             other => panic!("{request}: {other:?}"),
         }

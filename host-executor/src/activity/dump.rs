@@ -4,7 +4,7 @@
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
-use super::{Activities, SessionActivity, ThreadNow, ThreadState, TurnNow};
+use super::{Activities, RequestNow, SessionActivity, ThreadNow, ThreadState, TurnNow};
 use crate::version::version;
 
 /// What a dump says of an engine.
@@ -57,11 +57,8 @@ impl ThreadNow {
             // The first four call no engine, or one that the monitor watches. The others read a
             // disk, and say when they call the engine.
             ThreadState::Executes => !matches!(
-                self.request,
-                None | Some((
-                    _,
-                    "HELLO" | "MEMORY" | "FENCE" | "QUERY" | "LOOKUP" | "PROOF" | "ATTACH"
-                ))
+                self.request.map(|request| request.kind),
+                None | Some("HELLO" | "MEMORY" | "FENCE" | "QUERY" | "LOOKUP" | "PROOF" | "ATTACH")
             ),
             ThreadState::Handshake
             | ThreadState::FirstMessage
@@ -77,9 +74,22 @@ impl fmt::Display for ThreadNow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.state.text())?;
         match self.request {
-            Some((request, kind)) => write!(f, ", request {request} ({kind})"),
+            Some(RequestNow { number, kind, .. }) => write!(f, ", request {number} ({kind})"),
             None => Ok(()),
         }
+    }
+}
+
+/// How long the request has lasted.
+impl fmt::Display for RequestNow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let RequestNow {
+            age, turns, queued, ..
+        } = self;
+        write!(
+            f,
+            "request for {age:.1?}, {turns} turns over, queued for {queued:.1?}"
+        )
     }
 }
 
@@ -218,7 +228,12 @@ fn write_sessions(
             _ => writeln!(text)?,
         }
         match &session.now {
-            Some(now) => write!(text, "  {now}, for {:.1?}", now.age)?,
+            Some(now) => {
+                write!(text, "  {now}, for {:.1?}", now.age)?;
+                if let Some(request) = &now.request {
+                    write!(text, "; {request}")?;
+                }
+            }
             None => write!(
                 text,
                 "  its thread was stopped while it published what it does"
@@ -271,6 +286,61 @@ mod tests {
         assert!(text.contains(idle), "{text}");
         engine.hold = None;
         assert!(!dump(&activities, &[engine], &process).contains("stays idle"));
+    }
+
+    #[test]
+    fn a_dump_says_how_long_a_request_and_its_present_state_have_lasted() {
+        let activities = Activities::new(1);
+        let waits = activities.begin(7, "alice", "-");
+        waits.request(ThreadState::WaitsForEngine, SUBMIT, 9);
+        waits.count_turns(9, 480, Duration::from_secs(58));
+        std::thread::sleep(Duration::from_millis(20));
+        waits.request(ThreadState::WaitsForEngine, SUBMIT, 9);
+        let process = ProcessFigures {
+            uptime: Duration::ZERO,
+            more: Vec::new(),
+        };
+        let text = dump(&activities, &[], &process);
+        let line = text
+            .lines()
+            .find(|line| line.contains("request 9 (SUBMIT)"));
+        let line = line.unwrap_or_else(|| panic!("{text}"));
+        assert!(
+            line.contains(", 480 turns over, queued for 58.0s"),
+            "{line}"
+        );
+        let age = line
+            .split_once("; request for ")
+            .and_then(|(_, rest)| rest.split_once("ms,"));
+        let (age, _) = age.unwrap_or_else(|| panic!("{line}"));
+        assert!(age.parse::<f64>().unwrap() >= 20.0, "{line}");
+    }
+
+    #[test]
+    fn a_dump_says_what_a_link_without_shared_memory_has_sent() {
+        use vgpu_transport::link::HostEnd as _;
+        use vgpu_transport::link::stream::{Plain, StreamHost};
+
+        let activities = Activities::new(1);
+        let session = activities.begin(7, "alice", "tcp:[::1]:4780");
+        let (near, _far) = std::os::unix::net::UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let mut host = StreamHost::new(Box::new(Plain::new(near))).unwrap();
+        session.set_link(host.watch());
+        host.send(&[1; 8], 0, &mut |_| {}).unwrap();
+        let process = ProcessFigures {
+            uptime: Duration::ZERO,
+            more: Vec::new(),
+        };
+        let text = dump(&activities, &[], &process);
+        // A header of 24 bytes, and the message.
+        assert!(
+            text.contains("\n  link: sent 32 bytes, the last ones "),
+            "{text}"
+        );
+        let rest = "; received 0 bytes; 0 bytes wait for the socket; retired 0; last reply to \
+                    request 0, ";
+        assert!(text.contains(rest), "{text}");
     }
 
     #[test]

@@ -7,20 +7,18 @@
 
 #[cfg(feature = "server")]
 mod dump;
-mod seqlock;
 #[cfg(feature = "server")]
 mod watch;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use vgpu_transport::link::window::WindowState;
-use vgpu_transport::lock::lock;
-use vgpu_transport::shm::memory::Window;
+use vgpu_transport::link::{LinkState, LinkWatch};
+use vgpu_transport::lock::{lock, try_lock};
 
-use self::seqlock::{SeqLock, text_of, words_of};
+use crate::seqlock::{SeqLock, text_of, words_of};
 use crate::stats::RequestKind;
 
 #[cfg(feature = "server")]
@@ -108,8 +106,9 @@ const OP: usize = 3;
 /// The words of who is served: session, process id (0: unknown), and the texts.
 const WHO: usize = 2 + GUEST + ENDPOINT;
 
-/// The words of what is done: state and kind of request, request, since when.
-const NOW: usize = 3;
+/// The words of what is done: state and kind of request, request, since when, since when the
+/// request, its turns that are over, nanoseconds that they were queued.
+const NOW: usize = 6;
 
 /// The words of a turn: since when (0: none), request, graph, nodes, node, operator.
 const TURN: usize = 5 + OP;
@@ -128,8 +127,8 @@ struct ActivityRecord {
     retired: AtomicU64,
     /// The index of the device of the session.
     device: AtomicUsize,
-    /// The shared memory of the link. Locked to set and to clone it, never while a thread waits.
-    window: Mutex<Option<Arc<Window>>>,
+    /// What the link does. Locked to set and to clone it, never while a thread waits.
+    link: Mutex<Option<LinkWatch>>,
 }
 
 /// What all threads of an executor that serve guests do.
@@ -148,10 +147,24 @@ pub(crate) struct Activity {
     all: Arc<Activities>,
     /// `None`: there was no free record, and the thread is counted only.
     record: Option<usize>,
-    /// The kind and the request that were published last. One thread writes, so no type that
-    /// several threads could share.
-    last: Cell<(u64, u64)>,
+    /// The request that was published last. One thread writes, so no type that several threads
+    /// could share.
+    last: Cell<RequestWords>,
     outside: OutsideTime,
+}
+
+/// A request, in the words that its thread publishes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct RequestWords {
+    /// The number of the kind plus 1. 0: no request.
+    kind: u64,
+    number: u64,
+    /// When it began.
+    since: u64,
+    /// Its turns that are over.
+    turns: u64,
+    /// Nanoseconds that these turns were queued.
+    queued: u64,
 }
 
 /// How long a thread has worked.
@@ -232,20 +245,35 @@ pub(crate) struct SessionActivity {
     /// The number of the last request that was received, and of the last one that is done.
     pub(crate) received: u64,
     pub(crate) retired: u64,
-    /// The words of the link's shared memory.
-    pub(crate) link: Option<WindowState>,
+    /// What the link does.
+    pub(crate) link: Option<LinkState>,
 }
 
 /// What a thread does now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ThreadNow {
     pub(crate) state: ThreadState,
-    /// The request that is executed or answered: its number and its kind.
-    pub(crate) request: Option<(u64, &'static str)>,
+    /// The request that is executed or answered.
+    pub(crate) request: Option<RequestNow>,
+    /// When the state began, on the clock of the activities.
+    pub(crate) since: u64,
+    /// How long.
+    pub(crate) age: Duration,
+}
+
+/// A request, whose thread may have had many states since it began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RequestNow {
+    pub(crate) number: u64,
+    pub(crate) kind: &'static str,
     /// When it began, on the clock of the activities.
     pub(crate) since: u64,
     /// How long.
     pub(crate) age: Duration,
+    /// Its turns on the engine that are over.
+    pub(crate) turns: u64,
+    /// How long it has waited for turns in all, until now.
+    pub(crate) queued: Duration,
 }
 
 /// A turn on the engine.
@@ -330,13 +358,23 @@ impl ActivityRecord {
         let age = |since: u64| Duration::from_nanos(time.saturating_sub(since));
         let who = self.who.read().unwrap_or_default();
         let program = text_of(&self.program.read().unwrap_or_default());
-        let now = self.now.read().map(|[what, request, since]| {
-            let kind = (what >> 8)
-                .checked_sub(1)
-                .map(|kind| RequestKind::name_of(kind as usize));
+        let now = { self.now.read() }.map(|[what, number, since, began, turns, queued]| {
+            let state = THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()];
+            let waits = match state {
+                ThreadState::WaitsForEngine => age(since),
+                _ => Duration::ZERO,
+            };
+            let request = (what >> 8).checked_sub(1).map(|kind| RequestNow {
+                number,
+                kind: RequestKind::name_of(kind as usize),
+                since: began,
+                age: age(began),
+                turns,
+                queued: Duration::from_nanos(queued).saturating_add(waits),
+            });
             ThreadNow {
-                state: THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()],
-                request: kind.map(|kind| (request, kind)),
+                state,
+                request,
                 since,
                 age: age(since),
             }
@@ -353,11 +391,7 @@ impl ActivityRecord {
                 age: age(since),
             }
         });
-        let window = match self.window.try_lock() {
-            Ok(window) => window.clone(),
-            Err(TryLockError::Poisoned(window)) => window.into_inner().clone(),
-            Err(TryLockError::WouldBlock) => None,
-        };
+        let link = try_lock(&self.link).and_then(|link| link.clone());
         SessionActivity {
             record: number,
             id: who[0],
@@ -371,7 +405,7 @@ impl ActivityRecord {
             steps: self.steps.load(Ordering::Relaxed),
             received: self.received.load(Ordering::Relaxed),
             retired: self.retired.load(Ordering::Relaxed),
-            link: window.map(|window| WindowState::read(&window)),
+            link: link.as_ref().map(LinkWatch::read),
         }
     }
 }
@@ -406,11 +440,11 @@ impl Activity {
         }
     }
 
-    /// The shared memory of the link.
-    pub(crate) fn set_window(&self, window: Option<&Arc<Window>>) {
+    /// What the link does.
+    pub(crate) fn set_link(&self, link: Option<LinkWatch>) {
         if let Some(record) = self.record() {
-            let mut shared = lock(&record.window);
-            let old = std::mem::replace(&mut *shared, window.cloned());
+            let mut shared = lock(&record.link);
+            let old = std::mem::replace(&mut *shared, link);
             drop(shared);
             drop(old);
         }
@@ -418,12 +452,12 @@ impl Activity {
 
     /// The thread begins something that is no part of a request.
     pub(crate) fn set(&self, state: ThreadState) {
-        self.publish(state, 0, 0);
+        self.publish(state, None);
     }
 
     /// The thread begins a part of a request.
     pub(crate) fn request(&self, state: ThreadState, kind: RequestKind, request: u64) {
-        self.publish(state, kind.number() as u64 + 1, request);
+        self.publish(state, Some((kind.number() as u64 + 1, request)));
         if let Some(record) = self.record() {
             record.received.store(request, Ordering::Relaxed);
         }
@@ -431,17 +465,48 @@ impl Activity {
 
     /// The thread begins another part of the same request.
     pub(crate) fn continue_request(&self, state: ThreadState) {
-        let (kind, request) = self.last.get();
-        self.publish(state, kind, request);
+        let RequestWords { kind, number, .. } = self.last.get();
+        self.publish(state, Some((kind, number)));
     }
 
-    fn publish(&self, state: ThreadState, kind: u64, request: u64) {
-        self.last.set((kind, request));
+    /// Publishes a state, and the request that it is a part of: its kind and its number. Another
+    /// request than before begins now.
+    fn publish(&self, state: ThreadState, request: Option<(u64, u64)>) {
         let time = self.all.time();
         self.outside.change(state.is_work(), time);
+        let (kind, number) = request.unwrap_or_default();
+        let mut last = self.last.get();
+        if (last.kind, last.number) != (kind, number) {
+            last = RequestWords {
+                kind,
+                number,
+                since: time,
+                ..RequestWords::default()
+            };
+            self.last.set(last);
+        }
+        let RequestWords {
+            since,
+            turns,
+            queued,
+            ..
+        } = last;
         let Some(record) = self.record() else { return };
-        record.now.write([state as u64 | kind << 8, request, time]);
+        let what = state as u64 | kind << 8;
+        record.now.write([what, number, time, since, turns, queued]);
         record.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Turns of a request are over, and were queued for so long. They are published with the next
+    /// state.
+    pub(crate) fn count_turns(&self, request: u64, turns: u64, queued: Duration) {
+        let mut last = self.last.get();
+        // A READ that is executed behind a graph has a number of its own.
+        if last.number == request {
+            last.turns += turns;
+            last.queued += queued.as_nanos() as u64;
+            self.last.set(last);
+        }
     }
 
     /// All requests that were received are done.
@@ -492,7 +557,7 @@ impl Activity {
 
 impl Drop for Activity {
     fn drop(&mut self) {
-        self.set_window(None);
+        self.set_link(None);
         match self.record() {
             Some(record) => {
                 record.who.write([0; WHO]);
@@ -555,6 +620,49 @@ mod tests {
         }
     }
 
+    /// A request has many states, and its age is its own.
+    #[test]
+    fn age_of_a_request_is_that_of_all_its_turns() {
+        let all = Activities::new(1);
+        let activity = all.begin(1, "-", "-");
+        let submit = RequestKind::of_name("SUBMIT");
+        let now = || {
+            let now = all.snapshot()[0].now.expect("the thread does not write");
+            (now, now.request.expect("a request"))
+        };
+        activity.request(ThreadState::Executes, submit, 9);
+        let (_, first) = now();
+        for turn in 1..=3 {
+            activity.request(ThreadState::WaitsForEngine, submit, 9);
+            activity.request(ThreadState::Executes, submit, 9);
+            activity.begin_turn(9, &GraphInfo::default());
+            activity.end_turn();
+            activity.count_turns(9, 1, Duration::from_secs(2));
+            activity.request(ThreadState::WaitsForEngine, submit, 9);
+            let (state, request) = now();
+            assert_eq!((request.since, request.turns), (first.since, turn));
+            assert!(state.since > first.since, "the state is a later one");
+            assert!(request.age >= state.age);
+            // The present wait counts, too.
+            let over = Duration::from_secs(2 * turn);
+            assert!(
+                (over..over + request.age).contains(&request.queued),
+                "{request:?}"
+            );
+        }
+        activity.continue_request(ThreadState::Replies);
+        assert_eq!(now().1.since, first.since);
+        // Turns of another request do not count.
+        activity.request(ThreadState::Executes, RequestKind::of_name("READ"), 10);
+        activity.count_turns(9, 1, Duration::from_secs(2));
+        activity.continue_request(ThreadState::Replies);
+        let (_, read) = now();
+        assert_eq!((read.turns, read.queued), (0, Duration::ZERO));
+        assert!(read.since > first.since);
+        activity.set(ThreadState::Idle);
+        assert_eq!(all.snapshot()[0].now.and_then(|now| now.request), None);
+    }
+
     #[test]
     fn a_snapshot_tells_what_a_thread_does_and_for_whom() {
         let all = Activities::new(1);
@@ -586,10 +694,9 @@ mod tests {
             (Some(42), 9, 8)
         );
         let now = session.now.expect("the thread does not write");
-        assert_eq!(
-            (now.state, now.request),
-            (ThreadState::Executes, Some((9, "SUBMIT")))
-        );
+        let request = now.request.expect("a request");
+        assert_eq!(now.state, ThreadState::Executes);
+        assert_eq!((request.number, request.kind), (9, "SUBMIT"));
         let turn = session.turn.as_ref().expect("a turn");
         assert_eq!((turn.graph, turn.nodes, turn.request), (2, 100, 9));
         assert_eq!(turn.longest, Some((3, "MUL_MAT".into())));

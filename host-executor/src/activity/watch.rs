@@ -5,7 +5,7 @@
 //! group, a paused virtual machine) is not blamed for the time in which it could not run.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{SessionActivity, ThreadState};
@@ -15,6 +15,8 @@ use super::{SessionActivity, ThreadState};
 pub(crate) enum Notice {
     /// Something lasts long. For the log.
     Slow(String),
+    /// A request lasts long, and no part of it does. Guests cause any number of these.
+    LongRequest(String),
     /// The engine does not come back. The process is of no use any more.
     Stuck(String),
 }
@@ -30,6 +32,21 @@ enum Subject {
     Wait(usize, u64),
     /// A call of the engine that began at this time.
     Call(u64),
+    /// The request of the thread with this record, which began at this time, whatever the thread
+    /// does for it.
+    Request(usize, u64),
+}
+
+impl Subject {
+    /// The thread that this is about, if it is a part of a request.
+    fn part_of_request(self) -> Option<usize> {
+        match self {
+            Subject::Turn(record, _) | Subject::Work(record, _) | Subject::Wait(record, _) => {
+                Some(record)
+            }
+            Subject::Call(_) | Subject::Request(..) => None,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -117,12 +134,27 @@ impl Watch {
                 let what = format!("{} {now}, which no session has", session.name());
                 subjects.push((subject, now.age, false, what));
             }
+            // Behind what the thread does: that line says more.
+            if let Some(now) = &session.now
+                && let Some(request) = &now.request
+            {
+                let subject = Subject::Request(session.record, request.since);
+                let what = format!(
+                    "{} {now}, {} turns of which are over, after {:.1?} in the queue",
+                    session.name(),
+                    request.turns,
+                    request.queued
+                );
+                subjects.push((subject, request.age, false, what));
+            }
         }
         if let Some((since, age)) = call {
             let what = "the engine has not answered how much memory is free".to_owned();
             subjects.push((Subject::Call(since), age, true, what));
         }
         let mut notices = Vec::new();
+        // Threads with a line about a part of their request.
+        let mut reported = BTreeSet::new();
         let mut seen = BTreeMap::new();
         (self.hang, self.starved) = (None, None);
         for (subject, age, is_engine, what) in subjects {
@@ -143,6 +175,7 @@ impl Watch {
                 let found = || Some(format!("{what}, for {lasts:.0?}"));
                 match subject {
                     Subject::Wait(..) => self.starved = found(),
+                    Subject::Request(..) => {}
                     _ if is_engine => self.hang = found(),
                     _ => {}
                 }
@@ -151,6 +184,13 @@ impl Watch {
                 notices.push(Notice::Stuck(format!("{what}, for {lasts:.1?}")));
             } else if one.reports < 2 && lasts >= self.slow * (1 + 2 * one.reports) {
                 one.reports += 1;
+                if let Subject::Request(record, _) = subject {
+                    if !reported.contains(&record) {
+                        notices.push(Notice::LongRequest(format!("{what}, for {lasts:.1?}")));
+                    }
+                    continue;
+                }
+                reported.extend(subject.part_of_request());
                 let end = limit.map_or(String::new(), |limit| {
                     format!("; this process ends after {limit:?} (engine.max-turn-time)")
                 });
@@ -203,7 +243,10 @@ mod tests {
         let waiter = all.begin(4, "bob", "-");
         waiter.request(ThreadState::WaitsForEngine, SUBMIT, 2);
         let mut watch = Watch::new(10 * SECOND, Some(40 * SECOND));
-        let found = notices(&mut watch, &all, 45);
+        let mut found = notices(&mut watch, &all, 45);
+        let is_of_waiter = |(_, notice): &(u64, Notice)| matches!(notice, Notice::LongRequest(_));
+        let of_waiter: Vec<_> = found.extract_if(.., |one| is_of_waiter(one)).collect();
+        assert_eq!(of_waiter.len(), 2, "{of_waiter:?}");
         let [first, second, stuck, ..] = &found[..] else {
             panic!("{found:?}");
         };
@@ -256,11 +299,20 @@ mod tests {
             activity
         };
         // A guest decides how long this takes.
-        let _replies = of(ThreadState::Replies, "READ");
+        let replies = of(ThreadState::Replies, "READ");
         let idle = all.begin(1, "-", "-");
         idle.set(ThreadState::Idle);
         let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
-        assert_eq!(notices(&mut watch, &all, 100), []);
+        let found = notices(&mut watch, &all, 100);
+        let [
+            (11, Notice::LongRequest(text)),
+            (31, Notice::LongRequest(_)),
+        ] = &found[..]
+        else {
+            panic!("{found:?}");
+        };
+        assert!(text.contains("sends a reply, request 1 (READ)"), "{text}");
+        drop(replies);
         // These read a disk.
         let _slow = [
             of(ThreadState::Executes, "PROOF"),
@@ -294,6 +346,55 @@ mod tests {
             let is_stuck = |(_, notice): &(u64, Notice)| matches!(notice, Notice::Stuck(_));
             assert!(found.iter().any(is_stuck), "{kind}: {found:?}");
         }
+    }
+
+    /// A request takes many turns, or waits for many turns of others.
+    #[test]
+    fn a_request_that_lasts_is_reported_although_no_part_of_it_does() {
+        let all = Activities::new(2);
+        let [computes, waits] = [(3, "alice"), (4, "bob")].map(|(id, guest)| {
+            let activity = all.begin(id, guest, "-");
+            activity.request(ThreadState::WaitsForEngine, SUBMIT, 9);
+            activity
+        });
+        let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
+        let mut found = Vec::new();
+        for second in 1..=100 {
+            computes.request(ThreadState::Executes, SUBMIT, 9);
+            computes.begin_turn(9, &GraphInfo::default());
+            let notices = watch.look(&all.snapshot(), None, SECOND);
+            found.extend(notices.into_iter().map(|notice| (second, notice)));
+            computes.end_turn();
+            computes.count_turns(9, 1, Duration::ZERO);
+            computes.request(ThreadState::WaitsForEngine, SUBMIT, 9);
+        }
+        let seconds: Vec<_> = found.iter().map(|(second, _)| *second).collect();
+        assert_eq!(seconds, [11, 11, 31, 31], "{found:?}");
+        for ((_, notice), parts) in found.iter().zip([
+            [
+                "session 3 (guest alice)",
+                "request 9 (SUBMIT)",
+                "10 turns of which",
+            ],
+            [
+                "session 4 (guest bob) waits",
+                "request 9 (SUBMIT)",
+                "0 turns of which",
+            ],
+        ]) {
+            let Notice::LongRequest(text) = notice else {
+                panic!("{notice:?}");
+            };
+            assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+        }
+        // The engine is not at fault.
+        assert_eq!((watch.hang(), watch.starved()), (None, None));
+        // The next request of the same session is another matter.
+        computes.set(ThreadState::Idle);
+        computes.request(ThreadState::WaitsForEngine, SUBMIT, 10);
+        drop(waits);
+        let found = notices(&mut watch, &all, 5);
+        assert!(found.is_empty(), "{found:?}");
     }
 
     #[test]

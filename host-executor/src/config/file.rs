@@ -96,6 +96,7 @@ struct Engine {
     pin: bool,
     batch: Option<bool>,
     memory: Option<Size>,
+    host_memory: Option<Size>,
     /// Seconds.
     max_node_time: Option<NonZeroU32>,
     /// Seconds. 0: no limit.
@@ -149,6 +150,7 @@ struct Cache {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct Unnamed {
     accept: Option<bool>,
+    programs: Option<Count>,
     memory: Option<Size>,
     weight: Option<Weight>,
     graphs_in_flight: Option<Count>,
@@ -278,6 +280,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         },
         batch: file.engine.batch.unwrap_or(true),
         memory: file.engine.memory.map(|size| size.0),
+        host_memory: file.engine.host_memory.map(|size| size.0),
         max_node_time: { file.engine.max_node_time }
             .map(|seconds| Duration::from_secs(seconds.get().into())),
         max_turn_time: { file.engine.max_turn_time }
@@ -299,6 +302,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
             folder: cache.folder,
             size: cache.size.0,
         }),
+        unnamed_programs: file.unnamed.programs.map(|count| count.0),
         unnamed: file.unnamed.accept.unwrap_or(true).then_some(unnamed),
         guests,
     })
@@ -439,6 +443,7 @@ fn policy(
         }),
         batch: batch.unwrap_or(defaults.batch),
         devices: defaults.devices,
+        memory_on: defaults.memory_on,
     }
 }
 

@@ -199,7 +199,7 @@ fn excessive_quotas_are_refused_unless_overcommitment_is_set() {
      = [2]\nmemory = 60\n";
     let rules = parse(guests).unwrap().rules();
     let error = rules.check_memory(0, 100).unwrap_err().to_string();
-    assert!(error.contains("120 bytes, the engine has 100"), "{error}");
+    assert!(error.contains("120 B, the engine has 100 B"), "{error}");
     assert!(rules.check_memory(0, 120).is_ok());
     let rules = parse(&format!("[server]\novercommit = true\n{guests}"))
         .unwrap()

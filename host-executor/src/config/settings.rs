@@ -197,8 +197,8 @@ pub struct Settings {
     pub overcommit: bool,
     /// The engines that execute graphs: each is a device.
     pub engines: EngineList,
-    /// Whether a guest may use an engine that it can end ([`EngineKind::needs_trust`]) in the
-    /// process of all guests.
+    /// Whether a guest may use an engine that it can end, and whose memory it can reach
+    /// ([`EngineKind::needs_trust`]), in the process of all guests.
     pub trust_guests: bool,
     /// The threads of the CPU engine.
     pub threads: Threads,
@@ -207,6 +207,10 @@ pub struct Settings {
     /// Bytes of memory that guests may use in all. `None`: what the machine or its control group
     /// has.
     pub memory: Option<u64>,
+    /// Bytes of host memory that the graphs of all guests may take beside devices with a memory of
+    /// their own. `None`: half of what the machine or its control group has, and with a process for
+    /// each guest at least 256 MiB for a process.
+    pub host_memory: Option<u64>,
     /// The longest time of a node of a graph by estimate. `None`: the engine's own limit.
     pub max_node_time: Option<Duration>,
     /// The longest turn on the engine. `None`: the default. Zero: no limit.
@@ -229,6 +233,10 @@ pub struct Settings {
     pub weights_cache: Option<CacheOptions>,
     /// Limits of an unnamed guest. `None`: unnamed guests are rejected.
     pub unnamed: Option<Policy>,
+    /// With a process for each program of unnamed guests: such processes of one origin. `None`: a
+    /// quarter of those that the memory is enough for, but at least 4; three quarters of
+    /// `max_guests` where no memory is divided.
+    pub unnamed_programs: Option<usize>,
     /// Guests with names.
     pub guests: Vec<GuestSettings>,
 }
@@ -248,6 +256,7 @@ impl Default for Settings {
             threads: Threads::default(),
             batch: true,
             memory: None,
+            host_memory: None,
             max_node_time: None,
             max_turn_time: None,
             device: VmDevice::default(),
@@ -259,6 +268,7 @@ impl Default for Settings {
             share_weights: Sharing::default(),
             weights_cache: None,
             unnamed: Some(Policy::default()),
+            unnamed_programs: None,
             guests: Vec::new(),
         }
     }
@@ -336,6 +346,7 @@ impl Settings {
         self.threads = running.threads;
         self.batch = running.batch;
         self.memory = running.memory;
+        self.host_memory = running.host_memory;
         self.max_node_time = running.max_node_time;
         self.max_turn_time = running.max_turn_time;
         self.certs.clone_from(&running.certs);
@@ -364,6 +375,10 @@ impl Settings {
             ("engine.pin", self.threads.pin != running.threads.pin),
             ("engine.batch", self.batch != running.batch),
             ("engine.memory", self.memory != running.memory),
+            (
+                "engine.host-memory",
+                self.host_memory != running.host_memory,
+            ),
             (
                 "engine.max-node-time",
                 self.max_node_time != running.max_node_time,

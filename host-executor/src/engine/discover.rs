@@ -25,12 +25,13 @@ const OLLAMA: [&str; 2] = ["/usr/lib/ollama", "/usr/local/lib/ollama"];
 /// Where the container images of llama.cpp have theirs.
 const LLAMA_IMAGE: &str = "/app";
 
-/// The GPU backends of ggml, best first: the interface of the maker before one of several makers.
-const PREFERRED: [&str; 7] = ["cuda", "hip", "musa", "cann", "sycl", "vulkan", "opencl"];
+/// The GPU backends of ggml that a search takes, best first: the interface of the maker before one
+/// of several makers. Not `opencl`, which the engine cannot use, nor names that nobody has tried.
+const PREFERRED: [&str; 6] = ["cuda", "hip", "musa", "cann", "sycl", "vulkan"];
 
-/// Libraries of ggml that are no backend of a GPU of this machine: the base, the processor, other
-/// machines, and the plugin of this project. Libraries of the processor may have further parts in
-/// their names.
+/// Libraries of ggml that are no backend of a GPU of this machine, also if the operator names one:
+/// the base, the processor, other machines, and the plugin of this project. Libraries of the
+/// processor may have further parts in their names.
 const NOT_GPU: [&str; 7] = ["base", "cpu", "blas", "zendnn", "zdnn", "rpc", "vgpu"];
 
 /// What a search has found.
@@ -135,7 +136,7 @@ fn libraries(folder: &Path, depth: usize) -> Vec<PathBuf> {
     for entry in entries {
         let path = entry.path();
         match backend_name(&path) {
-            Some(name) if is_for_gpu(name) => files.push(path),
+            Some(name) if PREFERRED.contains(&name) => files.push(path),
             None if depth > 0 && path.is_dir() => folders.push(path),
             _ => {}
         }
@@ -211,6 +212,8 @@ mod tests {
             "usr/lib/ollama/cuda_v13/libggml-cuda.so",
             "usr/lib/ollama/rocm/libggml-hip.so",
             "usr/lib/ollama/rocm/libggml-hip.so.0",
+            "usr/lib/ollama/opencl/libggml-opencl.so",
+            "usr/lib/ollama/libggml-new.so",
         ]);
         let (backends, search) = found(root.path(), &[]);
         assert_eq!(

@@ -25,7 +25,7 @@ pub use error::AddressError;
 pub use error::{ProbeError, StartError};
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use list::EngineList;
-pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
+pub use select::{Probe, ProbedDevice, ProbedKind, Selection, is_of_nvidia, select};
 
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates for guests;
 /// `None`: what the machine or its control group has) apply to the CPU engine, and to a backend of

@@ -150,12 +150,30 @@ fn ggml_engine(path: &Path, device: &ProbedDevice) -> EngineKind {
     })
 }
 
+/// Whether the text about an unused GPU ([`Selection::unused_gpu`]) is about one of NVIDIA: on
+/// every other, the CUDA engine never runs.
+pub fn is_of_nvidia(unused_gpu: &str) -> bool {
+    let (gpu, _) = unused_gpu.split_once(UNUSED).unwrap_or((unused_gpu, ""));
+    gpu.starts_with("cuda:") || gpu.contains("(NVIDIA, ")
+}
+
+/// What follows the name of an unused GPU. The reason is behind it.
+const UNUSED: &str = " is not used: ";
+
+/// Why the CUDA engine is not chosen.
+struct NoCuda {
+    /// The first GPU that the driver names, for people. Where no PCI device is to be seen, as in
+    /// WSL and some containers, nothing else names it.
+    gpu: Option<String>,
+    reason: ProbeError,
+}
+
 /// The CUDA engine on each GPU where it starts, with a text about the first one where it does not.
 ///
 /// # Errors
 /// Why it starts on none.
-fn auto_cuda(probe: &Probe<'_>) -> Result<Selection, ProbeError> {
-    let listed = probe(&EngineKind::AllCuda)?;
+fn auto_cuda(probe: &Probe<'_>) -> Result<Selection, NoCuda> {
+    let listed = probe(&EngineKind::AllCuda).map_err(|reason| NoCuda { gpu: None, reason })?;
     let mut engines = Vec::new();
     let mut refused = None;
     for (cuda, device) in cuda_engines(&listed).zip(&listed) {
@@ -170,16 +188,23 @@ fn auto_cuda(probe: &Probe<'_>) -> Result<Selection, ProbeError> {
             }
             Err(reason) => {
                 info!("auto: the engine {cuda} is refused: {reason}");
-                refused.get_or_insert((cuda, device.description.clone(), reason));
+                let gpu = format!("{cuda} ({})", device.description);
+                refused.get_or_insert((gpu, reason));
             }
         }
     }
     match (engines.is_empty(), refused) {
-        (true, Some((_, _, reason))) => Err(reason),
-        (true, None) => Err(ProbeError::Refused("the driver names no GPU".to_owned())),
+        (true, Some((gpu, reason))) => Err(NoCuda {
+            gpu: Some(gpu),
+            reason,
+        }),
+        (true, None) => Err(NoCuda {
+            gpu: None,
+            reason: ProbeError::Refused("the driver names no GPU".to_owned()),
+        }),
         (false, refused) => {
-            let unused_gpu = refused.map(|(cuda, model, reason)| {
-                let text = format!("{cuda} ({model}) is not used: {reason}");
+            let unused_gpu = refused.map(|(gpu, reason)| {
+                let text = format!("{gpu}{UNUSED}{reason}");
                 warn!("auto: the GPU {text}");
                 text
             });
@@ -198,9 +223,12 @@ fn auto(
     guests_may_end_it: bool,
     probe: &Probe<'_>,
 ) -> Selection {
-    let no_cuda = match auto_cuda(probe) {
+    let NoCuda {
+        gpu: named,
+        reason: no_cuda,
+    } = match auto_cuda(probe) {
         Ok(selection) => return selection,
-        Err(reason) => reason,
+        Err(no_cuda) => no_cuda,
     };
     let no_ggml = match guests_may_end_it {
         true => match any_ggml(search, probe) {
@@ -225,16 +253,17 @@ fn auto(
         },
     };
     // Of an integrated GPU beside an NVIDIA one nobody expects much.
-    let is_nvidia = |gpu: &&HostGpu| gpu.vendor == Vendor::Nvidia;
-    let gpu = gpus.iter().find(is_nvidia).or(gpus.first());
-    let is_expected = gpu.as_ref().is_some_and(is_nvidia) || !search.backends.is_empty();
-    let unused_gpu = gpu.map(|gpu| {
-        let reason = match gpu.vendor {
-            Vendor::Nvidia => format!("{no_cuda}; {no_ggml}"),
-            Vendor::Amd | Vendor::Intel => no_ggml.clone(),
-        };
-        format!("{gpu} is not used: {reason}")
-    });
+    let of_nvidia = { gpus.iter() }
+        .find(|gpu| gpu.vendor == Vendor::Nvidia)
+        .map(HostGpu::to_string)
+        .or(named);
+    let unused_gpu = match (of_nvidia, gpus.first()) {
+        (Some(gpu), _) => Some(format!("{gpu}{UNUSED}{no_cuda}; {no_ggml}")),
+        (None, Some(gpu)) => Some(format!("{gpu}{UNUSED}{no_ggml}")),
+        (None, None) => None,
+    };
+    let is_of_nvidia = unused_gpu.as_deref().is_some_and(is_of_nvidia);
+    let is_expected = is_of_nvidia || !search.backends.is_empty();
     match &unused_gpu {
         Some(text) if is_expected => warn!("auto: the engine cpu; the GPU {text}"),
         Some(text) => info!("auto: the engine cpu; the GPU {text}"),
@@ -338,7 +367,7 @@ fn gpus(sysfs: &Path) -> Vec<HostGpu> {
         // machine.
         matches!(device.class >> 16, DISPLAY | ACCELERATOR)
             && device.kind != pci::PciDeviceKind::Vgpu
-            && device.driver.as_deref() != Some("vfio-pci")
+            && !{ device.driver.as_deref() }.is_some_and(|driver| driver.contains("vfio"))
     });
     usable
         .filter_map(|device| {
@@ -463,6 +492,7 @@ mod tests {
         let text = chosen.unused_gpu.expect("one is not used");
         let words = "cuda:0 (model of cuda:0) is not used: compute capability 7.5";
         assert_eq!(text, words);
+        assert!(is_of_nvidia(&text));
 
         let has_vulkan = |kind: &EngineKind| match kind {
             EngineKind::AllCuda => Ok(vec![device("cuda:0", ProbedKind::Gpu)]),
@@ -495,8 +525,24 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
         }
-        // Without a GPU there is nothing to warn of.
+        assert!(is_of_nvidia(&text));
+        // The driver names a GPU that is no PCI device of this machine, as in WSL.
+        let chosen = auto(&found(&[]), &[], true, &only_cuda);
+        let text = chosen.unused_gpu.expect("the driver names a GPU");
+        let words = "cuda:0 (model of cuda:0) is not used: a kernel is wrong; ";
+        assert!(text.starts_with(words) && is_of_nvidia(&text), "{text}");
+        // Of another maker.
+        let amd = HostGpu {
+            vendor: Vendor::Amd,
+            id: (0x1002, 0x744c),
+            ..NVIDIA
+        };
         let none = |_: &EngineKind| Err(refused("no driver"));
+        let chosen = auto(&found(&[]), &[amd], true, &none);
+        let text = chosen.unused_gpu.expect("a GPU is there");
+        let words = "0000:01:00.0 (AMD, 1002:744c) is not used: the engine ggml does not start: no";
+        assert!(text.starts_with(words) && !is_of_nvidia(&text), "{text}");
+        // Without a GPU there is nothing to warn of.
         let chosen = auto(&found(&[]), &[], true, &none);
         assert_eq!(chosen.engines, [EngineKind::Cpu]);
         assert_eq!(chosen.unused_gpu, None);

@@ -16,6 +16,7 @@ use super::worker_process;
 use crate::listener::HANDSHAKE_TIMEOUT;
 use crate::lock::RankedGuard;
 use crate::peer::Peer;
+use crate::tenant_registry::AdmissionError;
 
 /// Rejected guests that are told why by a worker. Further guests are disconnected without a
 /// message.
@@ -114,7 +115,14 @@ fn admit(shared: &Arc<SupervisorState>, id: u64, owner: Option<&str>, program: U
     let Some(mut processes) = wait_for_turn(shared, guest.as_deref(), &program) else {
         return;
     };
+    // The guest may have been removed while its program waited.
+    let is_removed = |name: &String| processes.partition.policy(Some(name)).is_none();
+    let removed = guest.clone().filter(is_removed).map(|name| {
+        let reason = AdmissionError::Removed { name }.to_string();
+        Rejection::Rejected { reason }
+    });
     let rejection = rejected
+        .or(removed)
         .or_else(|| shared.drain.is_on().then_some(Rejection::Draining))
         .or_else(|| processes.full(guest.as_deref(), peer));
     let rejections = processes.workers.values().filter(|w| w.is_rejection);

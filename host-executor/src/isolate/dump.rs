@@ -7,9 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::printable::printable;
-use super::query::{REPORT_TIMEOUT, query_all};
-use super::state::{SupervisorState, VmProcess, Worker};
+use super::query::REPORT_TIMEOUT;
+use super::state::{Processes, SupervisorState, VmProcess, Worker};
 use crate::control;
+use crate::lock::RankedGuard;
 use crate::service;
 use crate::version::version;
 
@@ -22,6 +23,8 @@ struct DumpRequest {
     /// Who it is, for people.
     name: String,
     pid: Option<u32>,
+    /// Since its start.
+    age: Duration,
     /// The number of the question. An error: the worker was not asked.
     question: Result<u64, NotAsked>,
 }
@@ -41,7 +44,8 @@ enum NotAsked {
 }
 
 /// The supervisor's own lines, and the dumps of its workers and of the processes of virtual
-/// machines, all of which have [`REPORT_TIMEOUT`] together.
+/// machines, all of which have [`REPORT_TIMEOUT`] together. Waits for no lock, and starts no
+/// thread.
 pub(super) fn dump(shared: &SupervisorState) -> String {
     let mut text = format!(
         "vgpu {}, supervisor {}, up {:.1?}\n",
@@ -53,9 +57,13 @@ pub(super) fn dump(shared: &SupervisorState) -> String {
         text.push_str(&line);
         text.push('\n');
     }
-    let began = Instant::now();
-    let Some(mut processes) = shared.try_processes() else {
-        text.push_str("the table of processes is locked now\n");
+    let end = Instant::now() + REPORT_TIMEOUT;
+    let Some(mut processes) = processes_until(shared, end) else {
+        text.push_str(&format!(
+            "the table of processes has been locked for {REPORT_TIMEOUT:?}: nothing is known of \
+             workers and virtual machines; kill -USR1 of such a process writes its dump into the \
+             log\n"
+        ));
         return text;
     };
     let workers = processes.workers.iter_mut();
@@ -66,8 +74,9 @@ pub(super) fn dump(shared: &SupervisorState) -> String {
         .map(VmProcess::address)
         .collect();
     drop(processes);
-    let of_machines = query_all(&machines, control::dump_of_process);
-    let answers = answers(shared, &workers, began);
+    let left = end.saturating_duration_since(Instant::now());
+    let of_machines = control::dumps_of_processes(machines, left);
+    let answers = answers(shared, &workers, end);
     // Writing to a string cannot fail.
     for (worker, answer) in workers.iter().zip(answers) {
         let _ = match (&worker.question, answer) {
@@ -78,6 +87,10 @@ pub(super) fn dump(shared: &SupervisorState) -> String {
                 worker.name,
                 how_to_dump(worker.pid)
             ),
+            (Err(why @ NotAsked::NoReport), _) => {
+                let how = how_to_dump(worker.pid);
+                writeln!(text, "{} {why}, for {:.1?}{how}", worker.name, worker.age)
+            }
             (Err(why), _) => writeln!(text, "{} {why}", worker.name),
         };
     }
@@ -110,35 +123,36 @@ impl DumpRequest {
                 asked.map(|()| number).map_err(NotAsked::from)
             }
         };
-        let pid = worker.pid;
+        let (pid, age) = (worker.pid, worker.since.elapsed());
         DumpRequest {
             id,
             name,
             pid,
+            age,
             question,
         }
     }
 }
 
-/// The answers of the workers, which were asked at `began`. `None` without one in time.
-fn answers(
-    shared: &SupervisorState,
-    workers: &[DumpRequest],
-    began: Instant,
-) -> Vec<Option<String>> {
+/// The processes, if their table is not locked all the time until `end`. A thread that hangs may
+/// keep the lock.
+fn processes_until(shared: &SupervisorState, end: Instant) -> Option<RankedGuard<'_, Processes>> {
     loop {
-        let is_late = began.elapsed() >= REPORT_TIMEOUT;
-        let mut processes = match is_late {
-            // Every other use of the table is short.
-            true => shared.processes(),
-            false => match shared.try_processes() {
-                Some(processes) => processes,
-                None => {
-                    thread::sleep(POLL_PERIOD);
-                    continue;
-                }
-            },
+        match shared.try_processes() {
+            None if Instant::now() < end => thread::sleep(POLL_PERIOD),
+            processes => return processes,
+        }
+    }
+}
+
+/// The answers of the workers. `None` without one at `end`, and if the table of processes is locked
+/// then.
+fn answers(shared: &SupervisorState, workers: &[DumpRequest], end: Instant) -> Vec<Option<String>> {
+    loop {
+        let Some(mut processes) = processes_until(shared, end) else {
+            return workers.iter().map(|_| None).collect();
         };
+        let is_late = Instant::now() >= end;
         let table = &mut processes.workers;
         let is_due = |asked: &DumpRequest| match (&asked.question, table.get(&asked.id)) {
             (Ok(number), Some(worker)) => !worker.has_dump(*number),

@@ -22,7 +22,7 @@ use crate::tenant_registry::Rules;
 
 /// The longest packet in bytes: below the default socket buffer of Linux, and enough for the report
 /// of [`MAX_WORKER_SESSIONS`] sessions.
-const MAX_PACKET: usize = 200 << 10;
+pub(super) const MAX_PACKET: usize = 200 << 10;
 
 /// Most programs of a guest that one worker serves.
 pub(super) const MAX_WORKER_SESSIONS: usize = 96;
@@ -48,6 +48,8 @@ pub(super) enum Command {
     EndDrained { limit_ms: u64 },
     /// Sessions begin again.
     Undrain,
+    /// The guest was removed: its sessions end, and none begins any more.
+    Removed,
     /// An operator ends this session.
     Kill { session: u64 },
     /// The supervisor asks for a [`WorkerMessage::Dump`] with this number.

@@ -19,6 +19,7 @@ use super::printable::printable;
 use crate::log_limit::LogLimit;
 use crate::log_queue::ProcessLines;
 use crate::service;
+use crate::size::shown;
 
 /// Bytes that a process may write into the log at once, and in each second.
 const BURST: u64 = 256 << 10;
@@ -64,9 +65,11 @@ impl LogPipe {
                 thread::sleep,
                 |dropped| {
                     warn!(
-                        "{dropped} bytes of the log of {who} were dropped: it may write {BURST} \
-                         bytes at once, and {PER_SECOND} in each second, and less while nobody \
-                         reads the log"
+                        "{} of the log of {who} were dropped: it may write {} at once, and {} in \
+                         each second, and less while nobody reads the log",
+                        shown(dropped),
+                        shown(BURST),
+                        shown(PER_SECOND)
                     );
                 },
             );

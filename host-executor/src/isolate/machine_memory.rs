@@ -304,6 +304,7 @@ mod tests {
                 overcommit,
             },
             max_unnamed: 16,
+            unnamed_programs: 16,
             max_sessions: 16,
         };
         let resources = Resources {

@@ -49,6 +49,6 @@ pub use kill::KillError;
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::{Supervisor, SupervisorHealth};
-pub use vm_files::FileSupervisor;
+pub use vm_files::{ALIVE_PERIOD, FileSupervisor};
 pub use vm_process::StartVmError;
 pub use worker::{serve, take_socket};

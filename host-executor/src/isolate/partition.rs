@@ -24,6 +24,8 @@ pub struct Partition {
     /// Unnamed guests that are served at once: as many as the remaining memory is enough
     /// for.
     pub max_unnamed: usize,
+    /// Processes of unnamed guests of one origin at once.
+    pub unnamed_programs: usize,
     /// Programs that are served at once, of all guests.
     pub max_sessions: usize,
 }

@@ -22,6 +22,7 @@ use crate::drain::Drain;
 use crate::gpu_monitor::GpuWatch;
 use crate::handshakes::{Handshakes, PendingHandshake};
 use crate::heartbeat::Heartbeat;
+use crate::host_memory::HostMemory;
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
@@ -84,6 +85,8 @@ pub(super) struct SupervisorState {
     pub(super) timeouts: Timeouts,
     /// For the first report of a worker, whose engine starts before. Unset: no limit.
     pub(super) start_limit: OnceLock<Duration>,
+    /// For a process that has fallen silent. Then it is killed. Unset: no limit.
+    pub(super) hang_limit: OnceLock<Duration>,
     /// Unset: the memory of the machine is not divided.
     pub(super) machine_memory: OnceLock<MachineMemory>,
     pub(super) command: MakeCommand,
@@ -150,7 +153,7 @@ pub(super) struct Worker {
     pub(super) sessions: BTreeMap<u64, Program>,
     given: u64,
     /// Whether the worker has the certificates of TCP links.
-    has_certificates: bool,
+    pub(super) has_certificates: bool,
     /// When the worker was started.
     pub(super) since: Instant,
     /// The origin of the first program.
@@ -166,6 +169,9 @@ pub(super) struct Worker {
     /// The dumps that somebody waits for, by number, with the answer of the worker.
     dumps: BTreeMap<u64, Option<String>>,
 }
+
+/// Dumps of a worker that somebody waits for, at most: one thread of the supervisor makes dumps.
+const MAX_DUMPS: usize = 8;
 
 /// Most processes of one named guest that have been told to end and still run, for a new one to be
 /// started.
@@ -290,13 +296,16 @@ impl SupervisorState {
         timeouts: Timeouts,
     ) -> Result<SupervisorState, RulesError> {
         let total = resources.memory.unwrap_or(u64::MAX);
-        let registry = TenantRegistry::new(resources.engines.iter().map(|_| total));
+        // No graph is here: each process counts the host memory of its guest.
+        let host = HostMemory::new(u64::MAX, 1);
+        let registry = TenantRegistry::new(resources.engines.iter().map(|_| total), host);
         partition.rules.check_devices(resources.engines.len())?;
         registry.apply(partition.rules.clone())?;
         let gpus = resources.engines.iter().map(|_| OnceLock::new()).collect();
         Ok(SupervisorState {
             timeouts,
             start_limit: OnceLock::new(),
+            hang_limit: OnceLock::new(),
             machine_memory: OnceLock::new(),
             command,
             resources,
@@ -408,6 +417,10 @@ impl Worker {
     pub(super) fn ask_for_dump(&mut self, number: u64) -> io::Result<()> {
         self.send(&Command::Dump { number }, None)?;
         self.dumps.insert(number, None);
+        // Who has asked may have found the table locked, and takes no answer any more.
+        while self.dumps.len() > MAX_DUMPS {
+            self.dumps.pop_first();
+        }
         Ok(())
     }
 
@@ -421,6 +434,12 @@ impl Worker {
     /// Whether the worker has answered.
     pub(super) fn has_dump(&self, number: u64) -> bool {
         self.dumps.get(&number).is_some_and(Option::is_some)
+    }
+
+    /// Whether somebody waits for the worker's answer.
+    #[cfg(test)]
+    pub(super) fn waits_for_dump(&self) -> bool {
+        self.dumps.values().any(Option::is_none)
     }
 
     /// The answer of the worker, if there is one. A later one is ignored.
@@ -534,6 +553,27 @@ impl Processes {
         }
     }
 
+    /// Why an unnamed guest gets no other process, if its origin has as many as one may have. Where
+    /// the memory is divided, a process has its part until it has ended.
+    fn too_many_processes(&self, guest: Option<&str>, peer: &Peer) -> Option<Rejection> {
+        if guest.is_some() || peer.source().is_none() {
+            return None;
+        }
+        let origin = peer.origin();
+        let is_own = |worker: &&Worker| {
+            let is_unnamed = worker.guest.is_none() && !worker.is_rejection;
+            is_unnamed && worker.origin.as_ref() == Some(&origin)
+        };
+        let own = self.workers.values().filter(is_own).count();
+        let limit = self.partition.unnamed_programs;
+        (own >= limit).then(|| Rejection::Rejected {
+            reason: format!(
+                "{origin} has {own} processes of unnamed guests here, its limit is {limit} \
+                 (unnamed.programs)"
+            ),
+        })
+    }
+
     /// Why a guest gets no other program, if it has its share of them.
     fn too_many(&self, guest: Option<&str>, peer: &Peer) -> Option<Rejection> {
         let source = peer.source();
@@ -596,7 +636,8 @@ impl Processes {
                 ),
             });
         }
-        if let Some(rejection) = self.too_many(guest, peer) {
+        let too_many = self.too_many_processes(guest, peer);
+        if let Some(rejection) = too_many.or_else(|| self.too_many(guest, peer)) {
             return Some(rejection);
         }
         let limit = self.partition.max_sessions;

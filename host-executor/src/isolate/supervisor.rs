@@ -13,7 +13,7 @@ use vgpu_transport::link::stream::tls::CertificateFiles;
 use super::drain;
 use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
-use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts};
+use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts, Worker};
 use super::vm_process::{StartVmError, StartingVm};
 use super::{admission, certificates, ipc, machine_memory, vm_process, weights};
 #[cfg(feature = "cuda")]
@@ -149,6 +149,31 @@ impl Supervisor {
         kill::kill_session(&self.shared, id)
     }
 
+    /// Ends the sessions of a guest that the rules name no longer, and its processes. One that does
+    /// not end is killed after some seconds. Returns how many programs the processes had. Nothing
+    /// happens if the rules name the guest.
+    pub fn end_removed(&self, guest: &str) -> usize {
+        let mut processes = self.shared.processes();
+        if processes.partition.policy(Some(guest)).is_some() {
+            return 0;
+        }
+        let of_guest = |worker: &&mut Worker| worker.guest.as_deref() == Some(guest);
+        let mut count = 0;
+        let workers = processes.workers.values_mut();
+        for worker in workers.filter(of_guest).filter(|worker| !worker.is_closing) {
+            count += worker.sessions.len();
+            if let Err(error) = worker.send(&ipc::Command::Removed, None) {
+                warn!(
+                    guest,
+                    "the worker cannot be told that its guest was removed, and ends: {error}"
+                );
+            }
+            // The worker reads what was sent before it sees the end of the connection.
+            worker.close();
+        }
+        count
+    }
+
     /// Sets the certificates of TCP links. Workers end the sessions whose guests could not connect
     /// with their certificates any more.
     ///
@@ -173,6 +198,12 @@ impl Supervisor {
         let _ = self.shared.start_limit.set(limit);
     }
 
+    /// Kills processes that say nothing for `limit`. The first limit stays.
+    pub fn limit_hangs(&self, limit: Duration) {
+        // Fails only if there is a limit.
+        let _ = self.shared.hang_limit.set(limit);
+    }
+
     /// A handle that takes snapshots of the workers on any thread.
     pub fn status_handle(&self) -> StatusHandle {
         StatusHandle::new(Arc::clone(&self.shared) as _)
@@ -186,11 +217,12 @@ impl Supervisor {
     pub fn listen_for(
         &mut self,
         guest: Option<String>,
-        mut listener: impl SocketListener,
+        listener: impl SocketListener,
     ) -> io::Result<ListenerId> {
         let shared = Arc::clone(&self.shared);
+        let stop = self.shared.stop.clone();
         self.listeners
-            .start(self.shared.stop.clone(), move |timeout| {
+            .start(stop, listener, move |listener, timeout| {
                 if let Some((socket, peer)) = listener.accept_socket(timeout)? {
                     admission::start(&shared, guest.as_deref(), socket, peer);
                 }

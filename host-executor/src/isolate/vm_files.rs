@@ -12,11 +12,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tracing::error;
+use tracing::{error, warn};
 
 use super::ipc::{IpcSocket, ReceiveOutcome};
 use super::report_rate_limit::ReportRateLimit;
 use super::worker::take_socket;
+use crate::hang_watch::{HangFinding, HangWatch, LOOK_PERIOD};
 use crate::service;
 use crate::vm::{stored_names, take_stored};
 
@@ -32,6 +33,21 @@ enum FileMessage {
     Remove { name: String },
     /// The supervisor has passed all files.
     Complete,
+    /// `vgpu fd-store` runs, and has started this process, unless its number is 0. Sent each
+    /// [`ALIVE_PERIOD`].
+    Alive { executor: u32 },
+}
+
+/// How often `vgpu fd-store` says that it runs.
+pub const ALIVE_PERIOD: Duration = Duration::from_secs(5);
+
+/// Why the supervisor receives nothing more from a `vgpu fd-store`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FilesEnd {
+    /// The connection is closed.
+    Closed,
+    /// The process has been silent for too long.
+    Hangs,
 }
 
 /// The end of `vgpu fd-store`: the supervisor that has started it.
@@ -71,6 +87,15 @@ impl FileSupervisor {
         self.0.send(&FileMessage::Store { name }, Some(file))
     }
 
+    /// Tells the supervisor that this process runs, and the number of the executor that it has
+    /// started. 0: none.
+    ///
+    /// # Errors
+    /// As for [`store`](FileSupervisor::store).
+    pub fn alive(&self, executor: u32) -> io::Result<()> {
+        self.0.send(&FileMessage::Alive { executor }, None)
+    }
+
     /// Tells the supervisor that the file of a name is not kept any more.
     ///
     /// # Errors
@@ -86,6 +111,8 @@ impl FileSupervisor {
 pub(super) struct VmFiles {
     vm: String,
     has_logged: bool,
+    /// The executor of `vgpu fd-store`, as of its last message.
+    executor: Option<u32>,
 }
 
 impl VmFiles {
@@ -93,7 +120,13 @@ impl VmFiles {
         VmFiles {
             vm: vm.to_owned(),
             has_logged: false,
+            executor: None,
         }
+    }
+
+    /// The executor of the `vgpu fd-store` that has said last that it runs.
+    pub(super) fn executor(&self) -> Option<u32> {
+        self.executor
     }
 
     /// Passes the files to a `vgpu fd-store` that starts. Returns their number.
@@ -107,21 +140,49 @@ impl VmFiles {
         Ok(files.len())
     }
 
-    /// Receives what becomes of the files, until `vgpu fd-store` closes the connection.
-    pub(super) fn receive(&mut self, ipc: &IpcSocket) {
+    /// Receives what becomes of the files, until `vgpu fd-store` closes the connection, or has said
+    /// for `limit` no more that it runs.
+    pub(super) fn receive(&mut self, ipc: &IpcSocket, limit: Option<Duration>) -> FilesEnd {
         let mut rate_limit = ReportRateLimit::default();
+        self.executor = None;
+        // Nothing is expected before the first message of this kind.
+        let mut watch = None;
         loop {
-            match ipc.receive(None) {
+            let timeout = watch.is_some().then_some(LOOK_PERIOD);
+            match ipc.receive(timeout) {
+                Ok(ReceiveOutcome::Message(FileMessage::Alive { executor }, _)) => {
+                    self.executor = Some(executor).filter(|&pid| pid != 0);
+                    watch
+                        .get_or_insert_with(|| HangWatch::new(limit))
+                        .reported();
+                }
                 Ok(ReceiveOutcome::Message(message, file)) => self.apply(message, file),
-                Ok(ReceiveOutcome::Nothing) => continue,
+                Ok(ReceiveOutcome::Nothing) => match watch.as_mut().and_then(HangWatch::look) {
+                    None => continue,
+                    Some(HangFinding::Notice(silent)) => {
+                        warn!(
+                            vm = self.vm,
+                            "vgpu fd-store of the machine has not run for {silent:.0?}"
+                        );
+                        continue;
+                    }
+                    Some(HangFinding::Hangs(silent)) => {
+                        error!(
+                            vm = self.vm,
+                            "vgpu fd-store of the machine has not run for {silent:.0?}, and is \
+                             killed: the next one gets the files"
+                        );
+                        return FilesEnd::Hangs;
+                    }
+                },
                 Ok(ReceiveOutcome::Invalid(why)) => self.refuse(&why.to_string()),
-                Ok(ReceiveOutcome::Closed) => return,
+                Ok(ReceiveOutcome::Closed) => return FilesEnd::Closed,
                 Err(error) => {
                     error!(
                         vm = self.vm,
                         "no connection to the machine's process any more: {error}"
                     );
-                    return;
+                    return FilesEnd::Closed;
                 }
             }
             // An executor that stores without end must not occupy a processor of the supervisor.
@@ -162,6 +223,25 @@ mod tests {
         std::fs::File::open("/dev/null").unwrap().into()
     }
 
+    #[test]
+    fn fd_store_that_says_no_more_that_it_runs_hangs() {
+        let limit = Some(Duration::from_millis(100));
+        let (ours, theirs) = IpcSocket::pair().unwrap();
+        let theirs = FileSupervisor(IpcSocket::new(theirs));
+        let mut files = VmFiles::new("hung");
+        theirs.alive(0).unwrap();
+        theirs.store("vgpu-hung-bell", &file()).unwrap();
+        assert_eq!(files.receive(&ours, limit), FilesEnd::Hangs);
+        // The supervisor has the file that the process had.
+        let stored = service::stored_files().unwrap();
+        assert!(stored.contains_key("vgpu-hung-bell"));
+        service::remove("vgpu-hung-bell");
+        // One of which no such message has come, and one that has ended.
+        theirs.remove("vgpu-hung-bell").unwrap();
+        drop(theirs);
+        assert_eq!(files.receive(&ours, limit), FilesEnd::Closed);
+    }
+
     /// A guest may have taken over the executor of its machine.
     #[test]
     fn machine_stores_files_under_its_own_names_only() {
@@ -186,7 +266,7 @@ mod tests {
         };
         theirs.0.send(&message, None).unwrap();
         drop(theirs);
-        files.receive(&ours);
+        assert_eq!(files.receive(&ours, None), FilesEnd::Closed);
         let stored = service::stored_files().unwrap();
         let stored = stored.keys().map(String::as_str);
         // Other tests of this process store files, too.

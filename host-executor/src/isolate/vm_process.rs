@@ -17,7 +17,7 @@ use super::ipc::IpcSocket;
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn};
 use super::state::{MakeMachine, SupervisorState, VmAnswers, VmProcess};
-use super::vm_files::VmFiles;
+use super::vm_files::{FilesEnd, VmFiles};
 use crate::control::StartingProcess;
 
 /// Pause before the process of a virtual machine is started again: at first, and at most. Doubled
@@ -227,6 +227,18 @@ fn spawn_child(
     }))
 }
 
+/// Kills a `vgpu fd-store` that hangs, and its executor, which SIGTERM may not end.
+fn kill(executor: Option<u32>, child: &mut Child) {
+    // Its parent has said a moment before it hung that this is its child, and takes no status
+    // since: the number belongs to no other process.
+    let executor = executor.and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
+    if let Some(executor) = executor {
+        let _ = kill_process(executor, Signal::KILL);
+    }
+    // Fails if it has ended.
+    let _ = child.kill();
+}
+
 /// Waits for the end of the process of a virtual machine and starts the next one, until the
 /// shutdown.
 fn keep(
@@ -241,7 +253,10 @@ fn keep(
     let mut pause = MIN_PAUSE;
     loop {
         let (pid, started) = (process.child.id(), Instant::now());
-        files.receive(&process.ipc);
+        let limit = shared.hang_limit.get().copied();
+        if files.receive(&process.ipc, limit) == FilesEnd::Hangs {
+            kill(files.executor(), &mut process.child);
+        }
         let status = process.child.wait();
         process.log.finish();
         // The process could not remove its socket if it was killed.

@@ -145,6 +145,7 @@ mod tests {
                     overcommit: false,
                 },
                 max_unnamed: 64,
+                unnamed_programs: 64,
                 max_sessions: 64,
             },
             workers: BTreeMap::new(),

@@ -30,8 +30,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Serves the programs of one guest that the supervisor at the other end of `socket` hands over,
-/// until the supervisor closes the socket or `stop` is set.
-pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
+/// until the supervisor closes the socket, `stop` is set, or an engine cannot work again in this
+/// process: returns why, for the caller to end with an error.
+pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) -> Option<String> {
+    let health = server.health();
+    let mut fatal = None;
     let mut certificates: Option<Certificates> = None;
     let ipc = IpcSocket::new(socket);
     let (served, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -62,6 +65,10 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
             }
         });
         while !stop.is_set() {
+            fatal = health.fatal_error();
+            if fatal.is_some() {
+                break;
+            }
             match ipc.receive(Some(POLL_INTERVAL)) {
                 Ok(ReceiveOutcome::Message(Command::Dump { number }, _)) => {
                     let message = WorkerMessage::dump(number, handle.dump());
@@ -110,6 +117,7 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     if let Err(error) = ipc.send(&message, None) {
         debug!("no last report to the supervisor: {error}");
     }
+    fatal
 }
 
 /// Why certificates that the supervisor has sent cannot be used.
@@ -152,6 +160,7 @@ fn carry_out(
         Command::Undrain => {
             server.undrain();
         }
+        Command::Removed => server.remove_guests(),
         // If it has ended meanwhile, there is nothing to do.
         Command::Kill { session } => drop(server.kill_session(session)),
         Command::Certificates => {

@@ -16,6 +16,7 @@ use super::process::{ExitReason, ProcFiles, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
 use super::state::{Processes, SupervisorState, UnassignedProgram, Worker};
 use super::weights;
+use crate::hang_watch::{HangFinding, HangWatch, LOOK_PERIOD};
 use crate::peer::Peer;
 
 /// Starts a worker, whose first program is `session`.
@@ -103,7 +104,7 @@ fn watch(
     let crashes = shared.crash_log.of(&guest, Instant::now());
     let who = format!("worker {id}");
     let log = LogPipe::start(process.stderr.take(), who, Some(Arc::clone(&lines)));
-    receive_reports(shared, id, ipc, limit);
+    receive_reports(shared, id, ipc, &mut process, limit);
     // From here on the worker gets no program, even if another thread has closed the connection.
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
         worker.close();
@@ -139,12 +140,20 @@ fn watch(
 }
 
 /// Receives the reports of a worker until the connection is closed, or `limit` has passed, or the
-/// worker has not reported within the limit for starts.
-fn receive_reports(shared: &SupervisorState, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
+/// worker has not reported within the limit for starts, or has fallen silent for the limit of
+/// hangs.
+fn receive_reports(
+    shared: &SupervisorState,
+    id: u64,
+    ipc: &IpcSocket,
+    process: &mut Child,
+    limit: Option<Duration>,
+) {
     let start = Instant::now();
     let mut rate_limit = ReportRateLimit::default();
     let mut has_logged = false;
     let mut has_reported = false;
+    let mut watch = HangWatch::new(shared.hang_limit.get().copied());
     loop {
         let (limit, what) = match limit {
             Some(limit) => (Some(limit), "to reject a guest"),
@@ -159,7 +168,12 @@ fn receive_reports(shared: &SupervisorState, id: u64, ipc: &IpcSocket, limit: Op
             );
             return;
         }
-        match ipc.receive(left) {
+        let is_watched = limit.is_none() && has_reported;
+        let received = ipc.receive(if is_watched { Some(LOOK_PERIOD) } else { left });
+        if !matches!(received, Ok(ReceiveOutcome::Nothing)) {
+            watch.reported();
+        }
+        match received {
             Ok(ReceiveOutcome::Message(WorkerMessage::Report(report), _)) => {
                 has_reported = true;
                 on_report(shared, id, *report);
@@ -169,6 +183,27 @@ fn receive_reports(shared: &SupervisorState, id: u64, ipc: &IpcSocket, limit: Op
                     worker.answer_dump(number, text);
                 }
             }
+            Ok(ReceiveOutcome::Nothing) if is_watched => match watch.look() {
+                None => continue,
+                Some(HangFinding::Notice(silent)) => {
+                    let pid = process.id();
+                    warn!(
+                        worker = id,
+                        pid,
+                        "the worker has not reported for {silent:.0?}: it hangs, or is stopped"
+                    );
+                    continue;
+                }
+                Some(HangFinding::Hangs(silent)) => {
+                    error!(
+                        worker = id,
+                        "the worker has not reported for {silent:.0?}, and is killed: its guest \
+                         loses its sessions"
+                    );
+                    let _ = process.kill();
+                    return;
+                }
+            },
             Ok(ReceiveOutcome::Nothing) => continue,
             Ok(ReceiveOutcome::Invalid(_)) if has_logged => {}
             Ok(ReceiveOutcome::Invalid(why)) => {

@@ -2,7 +2,8 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_transport::link::pci::VmError;
@@ -10,20 +11,35 @@ use vgpu_transport::link::stream::tcp::TcpError;
 use vgpu_transport::link::unix::HandshakeError;
 use vgpu_transport::link::{HostEnd, LinkError};
 
+use crate::machine_watch::MachineWatch;
 use crate::peer::Peer;
 
+/// A listener, as the thread waits for it that accepts its guests.
+pub trait ListeningSocket: Send + 'static {
+    /// The socket that is readable when a guest has connected, if the listener waits for nothing
+    /// else. `None`: the thread asks the listener every 100 ms.
+    fn listening_socket(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
 /// A listener whose guests are served by this process.
-pub trait GuestListener: Send + 'static {
+pub trait GuestListener: ListeningSocket {
     /// Waits up to `timeout` for a guest to connect. `None` if none did. A guest cannot delay this
     /// call: whatever waits for the guest belongs in [`IncomingGuest::open`].
     ///
     /// # Errors
     /// An error of the socket. The listener stays usable; the caller tries again later.
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>>;
+
+    /// The virtual machine of the listener, if the listener has one.
+    fn machine(&self) -> Option<&Arc<MachineWatch>> {
+        None
+    }
 }
 
 /// A listener whose sockets can be passed to another process, which then talks to the guest.
-pub trait SocketListener: Send + 'static {
+pub trait SocketListener: ListeningSocket {
     /// Waits up to `timeout` for a guest to connect. Returns the guest's socket, on which nothing
     /// has been read or written.
     ///

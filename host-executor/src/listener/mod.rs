@@ -1,6 +1,6 @@
 //! Listeners: the sockets that guests connect to, and the threads that accept on them.
 //!
-//! - `guest`: the contracts, [`GuestListener`] and [`SocketListener`].
+//! - `guest`: the contracts, [`ListeningSocket`], [`GuestListener`] and [`SocketListener`].
 //! - `unix`, `stream`: the contracts for unix sockets, TCP and vsock.
 //! - `threads`: one accepting thread per listener.
 //! - `socket_watch`: socket files that somebody removes.
@@ -13,7 +13,9 @@ pub(crate) mod threads;
 mod unix;
 mod wait;
 
-pub use guest::{GuestListener, IncomingGuest, OpenError, OpenLink, SocketListener};
+pub use guest::{
+    GuestListener, IncomingGuest, ListeningSocket, OpenError, OpenLink, SocketListener,
+};
 pub use socket_watch::{LOOK_INTERVAL, SocketOwner, SocketWatch, Watched};
 pub(crate) use stream::HANDSHAKE_TIMEOUT;
 pub use threads::ListenerId;

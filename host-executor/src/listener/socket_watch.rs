@@ -2,7 +2,8 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -11,7 +12,8 @@ use vgpu_transport::link::socket_file::{FileState, SocketFile, SocketFileError};
 use vgpu_transport::link::stream::vsock;
 use vgpu_transport::link::unix;
 
-use super::guest::{GuestListener, IncomingGuest, SocketListener};
+use super::guest::{GuestListener, IncomingGuest, ListeningSocket, SocketListener};
+use crate::machine_watch::MachineWatch;
 use crate::peer::Peer;
 
 /// How often a listener looks at its socket file.
@@ -83,6 +85,12 @@ impl<L: SocketOwner> Watched<L> {
     }
 }
 
+impl<L: ListeningSocket> ListeningSocket for Watched<L> {
+    fn listening_socket(&self) -> Option<BorrowedFd<'_>> {
+        self.listener.listening_socket()
+    }
+}
+
 impl<L: GuestListener + SocketOwner> GuestListener for Watched<L> {
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         let guest = self.listener.accept(timeout)?;
@@ -90,6 +98,10 @@ impl<L: GuestListener + SocketOwner> GuestListener for Watched<L> {
             self.look();
         }
         Ok(guest)
+    }
+
+    fn machine(&self) -> Option<&Arc<MachineWatch>> {
+        self.listener.machine()
     }
 }
 

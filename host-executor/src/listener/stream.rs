@@ -1,17 +1,23 @@
 //! Guests that connect over TCP or vsock.
 
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use vgpu_transport::link::stream::{tcp, vsock};
 
-use super::guest::{GuestListener, IncomingGuest, SocketListener};
+use super::guest::{GuestListener, IncomingGuest, ListeningSocket, SocketListener};
 use crate::peer::Peer;
 use crate::policy::LinkKind;
 
 /// How long a guest may take for its TLS handshake.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl ListeningSocket for tcp::Listener {
+    fn listening_socket(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+}
 
 impl GuestListener for tcp::Listener {
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
@@ -31,6 +37,12 @@ impl SocketListener for tcp::Listener {
             let peer = tcp_peer(&arrival);
             (arrival.into_socket(), peer)
         }))
+    }
+}
+
+impl ListeningSocket for vsock::Listener {
+    fn listening_socket(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
     }
 }
 

@@ -2,14 +2,20 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use vgpu_transport::link::unix::{Arrival, Listener};
 
-use super::guest::{GuestListener, IncomingGuest, SocketListener};
+use super::guest::{GuestListener, IncomingGuest, ListeningSocket, SocketListener};
 use crate::peer::{Peer, Process};
 use crate::policy::LinkKind;
+
+impl ListeningSocket for Listener {
+    fn listening_socket(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+}
 
 impl GuestListener for Listener {
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {

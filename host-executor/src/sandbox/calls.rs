@@ -433,6 +433,22 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_sethostname,
         libc::SYS_setdomainname,
         libc::SYS_fanotify_init,
+        // Shared memory, queues and semaphores of System V, and POSIX queues: all processes of the
+        // user have the same ones, and Landlock does not restrict them.
+        libc::SYS_shmget,
+        libc::SYS_shmat,
+        libc::SYS_shmdt,
+        libc::SYS_shmctl,
+        libc::SYS_msgget,
+        libc::SYS_msgsnd,
+        libc::SYS_msgrcv,
+        libc::SYS_msgctl,
+        libc::SYS_semget,
+        libc::SYS_semop,
+        libc::SYS_semtimedop,
+        libc::SYS_semctl,
+        libc::SYS_mq_open,
+        libc::SYS_mq_unlink,
     ];
     #[cfg(target_arch = "x86_64")]
     let older = &[

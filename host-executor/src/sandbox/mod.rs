@@ -61,13 +61,16 @@ fn drop_capabilities() -> Result<usize, SandboxError> {
     capabilities::drop_everywhere()
 }
 
-/// Takes all capabilities from all threads of the process, before an engine loads a driver. A
-/// driver may start threads that handle no signal, and [`enter`] cannot take theirs. Returns the
-/// number of threads that had capabilities.
+/// Takes all capabilities from all threads of the process. If the user is root, a program that the
+/// process executes later has them again, unless there is `no_new_privs`. Returns the number of
+/// threads that had capabilities.
+///
+/// Before an engine loads a driver: a driver may start threads that handle no signal, and [`enter`]
+/// cannot take theirs.
 ///
 /// # Errors
 /// [`SandboxError`] names the step that failed.
-pub fn drop_before_driver() -> Result<usize, SandboxError> {
+pub fn drop_current_capabilities() -> Result<usize, SandboxError> {
     capabilities::drop_everywhere()
 }
 

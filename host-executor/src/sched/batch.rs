@@ -21,7 +21,9 @@ use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
 use super::offers::{Offer, Outcome, part};
 use super::queue::{Entitlement, TenantId, Ticket};
-use super::scheduler::{Alone, DeviceGuard, DeviceState, InFlight, RunState, Scheduler, TurnEvent};
+use super::scheduler::{
+    Alone, DeviceGuard, DeviceState, InFlight, RunState, Scheduler, TurnEvent, Waiter,
+};
 use super::times::Times;
 use crate::lock::expect_unlocked;
 
@@ -63,6 +65,9 @@ enum Wakeup {
     Holds(Offer, Vec<(Ticket, Offer)>),
     /// Its graph had a turn with another one.
     RanWithAnother(Outcome),
+    /// Its graph is not wanted any more, and has left the queue. The plan of the graph, and the
+    /// times of turns that the thread has not heard of.
+    Withdrawn(Box<dyn Plan>, Times),
 }
 
 impl Scheduler {
@@ -104,7 +109,7 @@ impl Scheduler {
             state.batches.offers.insert(ticket, offer);
         });
         loop {
-            let (turn, outcome) = match self.wait_batched(ticket, most) {
+            let (turn, outcome) = match self.wait_batched(ticket, most, &mut is_cancelled) {
                 Wakeup::Holds(own, others) => {
                     observe(TurnEvent::Begins);
                     let batch = Batch {
@@ -129,7 +134,14 @@ impl Scheduler {
                     observe(TurnEvent::Begins);
                     match outcome {
                         Outcome::Yielded(mut turn) => {
-                            let taken = is_cancelled().then(|| self.withdraw(ticket)).flatten();
+                            let waiter = Waiter::new(self, ticket, None);
+                            let cancelled = is_cancelled();
+                            let mut state = self.lock();
+                            waiter.end(&mut state);
+                            let taken = { cancelled }
+                                .then(|| self.withdraw(&mut state, ticket))
+                                .flatten();
+                            drop(state);
                             let ended = taken.map(|(plan, more)| {
                                 turn.add(more);
                                 Ended::Cancelled(Some(plan))
@@ -144,6 +156,7 @@ impl Scheduler {
                         }
                     }
                 }
+                Wakeup::Withdrawn(own, turn) => (turn, Some(Ended::Cancelled(Some(own)))),
             };
             times.add(turn);
             observe(TurnEvent::Ended(turn));
@@ -161,10 +174,16 @@ impl Scheduler {
         }
     }
 
-    /// Sleeps until the graph with this ticket has the device, or has had a turn with another one.
-    fn wait_batched(self: &Arc<Self>, ticket: Ticket, most: usize) -> Wakeup {
+    /// Sleeps until the graph with this ticket has the device, has had a turn with another one, or
+    /// is not wanted any more. A graph in a running batch stays there until the end of the turn.
+    fn wait_batched(
+        self: &Arc<Self>,
+        ticket: Ticket,
+        most: usize,
+        is_cancelled: &mut dyn FnMut() -> bool,
+    ) -> Wakeup {
+        let mut waiter = Waiter::new(self, ticket, None);
         let mut state = self.lock();
-        let mut wakeup = None;
         let found = loop {
             if let Some(outcome) = state.batches.outcomes.remove(&ticket) {
                 break Wakeup::RanWithAnother(outcome);
@@ -196,24 +215,33 @@ impl Scheduler {
                 batches.others = each.collect();
                 break Wakeup::Holds(own, others);
             }
-            state = self.sleep(state, ticket, &mut wakeup);
+            state = waiter.sleep(state);
+            if waiter.is_to_ask() {
+                drop(state);
+                let cancelled = is_cancelled();
+                state = self.lock();
+                if cancelled && let Some((plan, times)) = self.withdraw(&mut state, ticket) {
+                    break Wakeup::Withdrawn(plan, times);
+                }
+            }
         };
-        if wakeup.is_some() {
-            state.waiters.remove(&ticket);
-        }
+        waiter.end(&mut state);
         found
     }
 
-    /// Takes the plan of a graph that waits for its next turn out of the queue, with the times of
-    /// turns that its thread has not heard of. `None` if the turn has begun: the graph leaves the
-    /// batch at the end of the turn.
-    fn withdraw(&self, ticket: Ticket) -> Option<(Box<dyn Plan>, Times)> {
-        let mut state = self.lock();
-        if state.holder.is_some_and(|holder| holder.ticket == ticket) {
-            return None;
-        }
+    /// Takes the plan of a graph out of the queue, or its turn from it, which its thread has not
+    /// begun. Returns the plan with the times of turns that the thread has not heard of, and of the
+    /// wait. `None` if the graph is in a running batch: the graph leaves it at the end of the turn.
+    fn withdraw(&self, state: &mut DeviceState, ticket: Ticket) -> Option<(Box<dyn Plan>, Times)> {
         let batches = &mut state.batches;
-        let Some(Offer { tenant, plan, .. }) = batches.offers.remove(&ticket) else {
+        let offer = batches.offers.remove(&ticket);
+        let Some(Offer {
+            tenant,
+            plan,
+            since,
+            ..
+        }) = offer
+        else {
             // In a running batch, unless the run is over meanwhile.
             if matches!(
                 batches.outcomes.get(&ticket),
@@ -223,17 +251,31 @@ impl Scheduler {
             }
             return None;
         };
-        let times = match batches.outcomes.remove(&ticket) {
+        let mut times = match batches.outcomes.remove(&ticket) {
             Some(Outcome::Yielded(times)) => times,
             // The outcome of a graph that is offered is that it has yielded.
             _ => Times::default(),
         };
-        state.queue.withdraw(tenant, ticket, self.turn.now());
-        // The thread of this graph may be the one that waits for the end of a hold.
-        if state.holder.is_none() {
-            state.hand_over(&self.turn);
-        }
+        times.queued += self.turn.now().saturating_sub(since);
+        state.leave(tenant, ticket, &self.turn);
         Some((plan, times))
+    }
+
+    /// As [`withdraw`](Scheduler::withdraw), after a panic of the graph's thread. Returns the plan,
+    /// if it is here. A plan in a running batch is dropped at the end of the turn.
+    pub(super) fn abandon(&self, state: &mut DeviceState, ticket: Ticket) -> Option<Box<dyn Plan>> {
+        if let Some((plan, _)) = self.withdraw(state, ticket) {
+            return Some(plan);
+        }
+        let batches = &mut state.batches;
+        match batches.outcomes.remove(&ticket) {
+            Some(Outcome::Cancelled(plan, _)) => Some(plan),
+            Some(Outcome::Done(plan, ..)) => plan,
+            Some(Outcome::Yielded(_)) | None => {
+                batches.abandoned.insert(ticket);
+                None
+            }
+        }
     }
 }
 
@@ -470,6 +512,9 @@ impl<'a> Ending<'a> {
     /// Tells another thread what has become of its graph, in this turn and in those before that the
     /// thread has not heard of yet.
     fn tell(&mut self, ticket: Ticket, mut times: Times, outcome: impl FnOnce(Times) -> Outcome) {
+        if self.state.batches.abandoned.remove(&ticket) {
+            return;
+        }
         let outcomes = &mut self.state.batches.outcomes;
         if let Some(Outcome::Yielded(before)) = outcomes.remove(&ticket) {
             times.add(before);

@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
+use std::time::Instant;
 
 use vgpu_engine::{BatchKey, EngineError, Memory, MemoryInfo};
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
@@ -200,6 +201,7 @@ fn assert_idle(scheduler: &Scheduler) {
     let state = scheduler.lock();
     assert!(state.holder.is_none() && state.waiters.is_empty());
     assert!(state.batches.offers.is_empty() && state.batches.outcomes.is_empty());
+    assert!(state.batches.cancelled.is_empty() && state.batches.abandoned.is_empty());
     assert_eq!(state.queue.waiting(), 0);
 }
 
@@ -511,6 +513,135 @@ fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
     all.sort_unstable();
     assert_eq!(all, [(0, true), (1, true), (2, false), (3, true)]);
     assert_eq!(engine.sizes(), [2]);
+    assert_idle(scheduler);
+}
+
+/// A graph waits for the device, and its guest is gone. Another graph has the device without end,
+/// or gives it to the first one while that one's thread asks for its guest.
+#[test]
+fn a_graph_that_is_not_wanted_leaves_the_queue_or_gives_its_turn_to_the_next() {
+    const LIMIT: Duration = Duration::from_secs(60);
+    for gets_turn in [false, true] {
+        let scheduler: &'static Arc<Scheduler> =
+            Box::leak(Box::new(Arc::new(Scheduler::new(true))));
+        let engine: &'static BatchEngine = Box::leak(Box::new(BatchEngine::new()));
+        let launches = counter();
+        // Says whether the run was cancelled.
+        let start = |guest: u64, steps: Steps, is_cancelled: Box<dyn Fn() -> bool + Send>| {
+            let (ended, ends) = std::sync::mpsc::channel();
+            thread::spawn(move || {
+                let mut plan: Box<dyn Plan> = Box::new(steps);
+                let batchable = Batchable {
+                    engine,
+                    plan: &mut plan,
+                    program: guest,
+                    is_allowed: true,
+                };
+                let tenant = TenantId(guest);
+                let state =
+                    scheduler.run_batchable(tenant, ENTITLEMENT, batchable, |_| {}, is_cancelled);
+                assert!(plan.is_current(), "the plan has come back");
+                let _ = ended.send(matches!(state, RunState::Cancelled(_)));
+            });
+            ends
+        };
+        let until = Arc::new(AtomicBool::new(false));
+        let mut first = Steps::new(0, 1, launches);
+        first.until = Some(Arc::clone(&until));
+        let first = start(0, first, Box::new(|| false));
+        while scheduler.lock().holder.is_none() {
+            thread::yield_now();
+        }
+        let own_until = Arc::clone(&until);
+        let has_turn = || {
+            let state = scheduler.lock();
+            state
+                .holder
+                .is_some_and(|holder| holder.ticket == Ticket(2))
+        };
+        let is_cancelled = move || {
+            // After a failure the thread ends, too.
+            let start = Instant::now();
+            while gets_turn && scheduler.lock().waiters.len() < 2 && start.elapsed() < LIMIT {
+                thread::yield_now();
+            }
+            own_until.store(gets_turn, Ordering::Relaxed);
+            while gets_turn && !has_turn() && start.elapsed() < LIMIT {
+                thread::yield_now();
+            }
+            true
+        };
+        let unwanted = start(1, Steps::new(1, 1, launches), Box::new(is_cancelled));
+        while scheduler.lock().waiters.is_empty() {
+            thread::yield_now();
+        }
+        let next = start(2, Steps::new(2, 1, launches), Box::new(|| false));
+        assert_eq!(unwanted.recv_timeout(LIMIT), Ok(true));
+        if !gets_turn {
+            assert!(first.try_recv().is_err(), "it has the device");
+            assert!(
+                scheduler
+                    .lock()
+                    .batches
+                    .offers
+                    .keys()
+                    .all(|&ticket| ticket != Ticket(2))
+            );
+            until.store(true, Ordering::Relaxed);
+        }
+        assert_eq!(first.recv_timeout(LIMIT), Ok(false));
+        assert_eq!(next.recv_timeout(LIMIT), Ok(false));
+        // Those of the first graph and of the next one.
+        assert_eq!(launches.load(Ordering::Relaxed), 2);
+        assert_idle(scheduler);
+    }
+}
+
+/// The thread of a graph that waits panics: the graph and its plan leave the queue.
+#[test]
+fn a_graph_whose_thread_panics_while_it_waits_leaves_the_queue() {
+    let (scheduler, engine, launches) = (
+        &Arc::new(Scheduler::new(true)),
+        &BatchEngine::new(),
+        counter(),
+    );
+    let until = Arc::new(AtomicBool::new(false));
+    thread::scope(|scope| {
+        let start = |guest: u64, steps: Steps, panics: bool| {
+            scope.spawn(move || {
+                let mut plan: Box<dyn Plan> = Box::new(steps);
+                let batchable = Batchable {
+                    engine,
+                    plan: &mut plan,
+                    program: guest,
+                    is_allowed: true,
+                };
+                let is_cancelled = || {
+                    assert!(!panics, "the guest cannot be asked");
+                    false
+                };
+                let tenant = TenantId(guest);
+                let _ =
+                    scheduler.run_batchable(tenant, ENTITLEMENT, batchable, |_| {}, is_cancelled);
+            })
+        };
+        let mut first = Steps::new(0, 1, launches);
+        first.until = Some(Arc::clone(&until));
+        let first = start(0, first, false);
+        while scheduler.lock().holder.is_none() {
+            thread::yield_now();
+        }
+        let waits = start(1, Steps::new(1, 1, launches), true);
+        let has_panicked = waits.join().is_err();
+        let (waiting, offers) = {
+            let state = scheduler.lock();
+            (state.queue.waiting(), state.batches.offers.len())
+        };
+        until.store(true, Ordering::Relaxed);
+        first.join().expect("it runs");
+        assert!(has_panicked);
+        assert_eq!((waiting, offers), (0, 0));
+    });
     assert_idle(scheduler);
 }
 

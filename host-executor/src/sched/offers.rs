@@ -46,6 +46,8 @@ pub(super) struct Batches {
     pub(super) outcomes: BTreeMap<Ticket, Outcome>,
     /// Graphs in the running batch that their guests no longer want.
     pub(super) cancelled: BTreeSet<Ticket>,
+    /// Those of them whose threads have panicked: nobody takes their outcomes.
+    pub(super) abandoned: BTreeSet<Ticket>,
     /// The most members of a batch.
     pub(super) most: usize,
     /// The work of the plan that has the device.

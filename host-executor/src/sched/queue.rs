@@ -29,6 +29,10 @@ const ROUND: Duration = SLICE.saturating_mul(4);
 /// The shortest turn. A switch costs about 10 µs and the contents of the caches.
 pub(crate) const MIN_SLICE: Duration = Duration::from_micros(500);
 
+/// The same where turns begin with cold caches, if it ends for a tenant that has come: by then most
+/// of a turn has had the contents that it needs.
+const MIN_WARM_SLICE: Duration = Duration::from_millis(2);
+
 /// How far behind the others a tenant may start when it returns after a pause. A guest that decodes
 /// pauses after each token; without this credit it would lose that time to tenants that never
 /// pause.
@@ -116,6 +120,8 @@ struct TenantQueue {
     hold: Option<Duration>,
     /// Whether the tenant has returned while the device stayed idle for it.
     is_kept: bool,
+    /// Whether the tenant has had no turn since it last came: it was idle before.
+    has_come: bool,
     /// When the work outside of turns would have ended, had the tenant done all of it on as many
     /// processors as it is granted. `None`: there was none.
     outside: Option<Duration>,
@@ -142,6 +148,7 @@ impl TenantQueue {
             graph: Duration::ZERO,
             hold: None,
             is_kept: false,
+            has_come: false,
             outside: None,
             worked: None,
         }
@@ -238,7 +245,7 @@ impl Queue {
         let state = self.tenant(tenant, entitlement, at);
         let has_come = state.is_idle();
         if has_come {
-            state.is_kept = was_held;
+            (state.is_kept, state.has_come) = (was_held, true);
             let pause = at.checked_sub(state.idle_since);
             state.pause = pause.filter(|&pause| pause <= MAX_PAUSE);
             let earliest = now.saturating_sub(state.virtual_time(CREDIT));
@@ -347,19 +354,29 @@ impl Queue {
             state.started += 1;
             state.began = state.time;
         }
-        state.is_kept = false;
+        (state.is_kept, state.has_come) = (false, false);
         self.last = Some(tenant);
         Some(Next::Run(tenant, ticket))
     }
 
-    /// The tenant that had the last turn, if the device has been kept for it, and if it may still
-    /// get ahead of the `first` one that waits.
+    /// The tenant that had the last turn, if it may still get ahead of the `first` one that waits:
+    /// the device has been kept for it, or it has another graph already. A tenant that has come and
+    /// is behind does not wait for another graph, unless the device has been kept.
     fn continued(&self, first: TenantId) -> Option<TenantId> {
         let last = self.last?;
         let (state, first) = (self.tenants.get(&last)?, self.tenants.get(&first)?);
         let ahead = state.real_time(state.time.saturating_sub(first.time));
-        let may_go_on = state.is_kept && ahead + MIN_SLICE <= self.slice(0);
-        (may_go_on && state.next().is_some()).then_some(last)
+        let may_go_on = state.is_kept || self.has_caches && !self.is_ahead_of_newcomer(last);
+        let is_ready = state.next().is_some() && ahead + MIN_SLICE <= self.slice(0);
+        (may_go_on && is_ready).then_some(last)
+    }
+
+    /// Whether a tenant that has come, and has had no turn since, could run and is behind `tenant`.
+    fn is_ahead_of_newcomer(&self, tenant: TenantId) -> bool {
+        let time = self.tenants.get(&tenant).map_or(0, |state| state.time);
+        let is_behind = |other: &TenantQueue| other.has_come && other.time < time;
+        let mut others = self.tenants.values();
+        others.any(|other| is_behind(other) && other.next().is_some())
     }
 
     /// Charges the tenants for which the device has stayed idle, also for the time in which the
@@ -434,15 +451,21 @@ impl Queue {
             state.started += 1;
             state.began = state.time;
         }
+        state.has_come = false;
         // The programs of a batch return one after the other: the turn is not kept for the first.
         self.last = None;
         true
     }
 
-    /// Removes a graph that waits for another turn and is no longer wanted, at the time `at`.
+    /// Removes a graph that waits for a turn and is no longer wanted, at the time `at`.
     pub(crate) fn withdraw(&mut self, tenant: TenantId, ticket: Ticket, at: Duration) {
-        if let Some(state) = self.tenants.get_mut(&tenant) {
-            state.waiting.retain(|w| w.ticket != ticket);
+        let Some(state) = self.tenants.get_mut(&tenant) else {
+            return;
+        };
+        let place = state.waiting.iter().position(|w| w.ticket == ticket);
+        let removed = place.and_then(|place| state.waiting.remove(place));
+        // A graph that has had no turn is none of those that have started and not ended.
+        if removed.is_some_and(|waiting| waiting.started) {
             self.used(tenant, ticket, Duration::ZERO, true, at);
         }
     }
@@ -481,22 +504,31 @@ impl Queue {
 
     /// How long `tenant`, whose turn begins now, may keep the device. `None`: no other graph waits.
     pub(crate) fn allowance(&self, tenant: TenantId) -> Option<Duration> {
-        let next = self.tenants.get(&self.first()?)?;
-        let own = self.tenants.get(&tenant)?;
-        let end = next.time + own.virtual_time(self.slice(0));
-        Some(own.real_time(end.saturating_sub(own.time)).max(MIN_SLICE))
+        Some(self.left(tenant)?.max(MIN_SLICE))
     }
 
     /// When the turn of `tenant` is to end, from its start, after another graph has entered. The
     /// turn has lasted `ran`, all of which has been reported.
+    ///
+    /// It ends at once for a tenant that has come and is behind. One more graph of a tenant that
+    /// waits already ends nothing.
     pub(crate) fn cut(&self, tenant: TenantId, ran: Duration) -> Option<Duration> {
-        let next = self.tenants.get(&self.first()?)?;
-        let own = self.tenants.get(&tenant)?;
-        let more = match next.time < own.time {
+        let left = self.left(tenant)?;
+        let more = match self.is_ahead_of_newcomer(tenant) {
+            true if self.has_caches => left.min(MIN_WARM_SLICE.saturating_sub(ran)),
             true => Duration::ZERO,
-            false => own.real_time(next.time - own.time) + self.slice(0),
+            false => left,
         };
         Some((ran + more).max(MIN_SLICE))
+    }
+
+    /// How long `tenant` may still have the device, until it is ahead of one that waits. `None`: no
+    /// other graph waits.
+    fn left(&self, tenant: TenantId) -> Option<Duration> {
+        let next = self.tenants.get(&self.first()?)?;
+        let own = self.tenants.get(&tenant)?;
+        let end = next.time + own.virtual_time(self.slice(0));
+        Some(own.real_time(end.saturating_sub(own.time)))
     }
 
     /// How far a tenant may get ahead of a waiting one, if the tenants with graphs and `more` share

@@ -18,6 +18,10 @@ struct Guest {
     tenth: Duration,
     /// What a graph takes more in a turn after that of another tenant, with cold caches.
     cold: Duration,
+    /// The tenant, if not one of its own: this is one more session of that guest.
+    session_of: Option<usize>,
+    /// When its last graph comes at the latest.
+    leaves: Duration,
 }
 
 /// What a tenant has got.
@@ -31,37 +35,93 @@ struct Served {
     longest_wait: Duration,
 }
 
-/// Simulates the scheduler for `length`.
-fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
-    let mut queue = Queue::new(true);
-    let mut got = vec![Served::default(); guests.len()];
-    let mut left: Vec<Duration> = guests.iter().map(|g| g.graph).collect();
-    // When a tenant submits its next graph; `None` while one is submitted.
-    let mut submits: Vec<Option<Duration>> = guests.iter().map(|_| Some(Duration::ZERO)).collect();
-    let mut waits_since = vec![Duration::ZERO; guests.len()];
-    let mut now = Duration::ZERO;
-    let mut last = None;
-    let arrive = |queue: &mut Queue,
-                  submits: &mut [Option<Duration>],
-                  now: Duration,
-                  waits: &mut [Duration]| {
+/// Until when a tenant that has come has its turn: see [`promise`].
+type Promise = Option<Duration>;
+
+/// What the rule promises a tenant at its arrival, if it has the smallest virtual time of all.
+/// Another one that comes with a smaller time ends the promises of others.
+fn promise(
+    queue: &Queue,
+    promises: &mut [Promise],
+    (came, at): (TenantId, Duration),
+    piece: Duration,
+) {
+    let is_smallest = |tenant: TenantId| {
+        let time = queue.tenants[&tenant].time;
+        let mut others = queue.tenants.iter().filter(|(other, _)| **other != tenant);
+        others.all(|(_, other)| other.time > time)
+    };
+    for (i, promise) in promises.iter_mut().enumerate() {
+        *promise = promise.filter(|_| is_smallest(TenantId(i as u64)));
+    }
+    if is_smallest(came) {
+        promises[came.0 as usize] = Some(at + ROUND / 2 + MIN_SLICE + piece);
+    }
+}
+
+/// The graphs that the guests of a simulation submit.
+struct Arrivals<'a> {
+    guests: &'a [Guest],
+    /// When a guest submits its next graph; `None` while one is submitted.
+    submits: Vec<Option<Duration>>,
+    waits_since: Vec<Duration>,
+    promises: Vec<Promise>,
+    /// The longest piece of all guests.
+    piece: Duration,
+}
+
+impl Arrivals<'_> {
+    fn of(guests: &[Guest]) -> Arrivals<'_> {
+        let pieces = guests.iter().map(|guest| guest.piece);
+        Arrivals {
+            guests,
+            submits: vec![Some(Duration::ZERO); guests.len()],
+            waits_since: vec![Duration::ZERO; guests.len()],
+            promises: vec![None; guests.len()],
+            piece: pieces.max().unwrap_or_default(),
+        }
+    }
+
+    /// When the next graph is submitted.
+    fn next(&self) -> Option<Duration> {
+        self.submits.iter().flatten().min().copied()
+    }
+
+    /// Enters what has been submitted by `now`. Returns whether there was a graph.
+    fn enter(&mut self, queue: &mut Queue, now: Duration) -> bool {
         let mut any = false;
-        for (i, at) in submits.iter_mut().enumerate() {
-            if at.is_some_and(|at| at <= now) {
-                waits[i] = at.take().unwrap_or(now);
+        for (i, guest) in self.guests.iter().enumerate() {
+            if self.submits[i].is_some_and(|at| at <= now) {
+                self.waits_since[i] = self.submits[i].take().unwrap_or(now);
                 let entitlement = Entitlement {
-                    weight: guests[i].weight,
+                    weight: guest.weight,
                     in_flight: 1,
                 };
-                queue.enter(TenantId(i as u64), entitlement, Ticket(i as u64), now);
+                let tenant = TenantId(guest.session_of.unwrap_or(i) as u64);
+                let was_idle = queue.tenants.get(&tenant).is_none_or(TenantQueue::is_idle);
+                queue.enter(tenant, entitlement, Ticket(i as u64), now);
+                if was_idle {
+                    promise(queue, &mut self.promises, (tenant, now), self.piece);
+                }
                 any = true;
             }
         }
         any
-    };
+    }
+}
+
+/// Simulates the scheduler for `length`, and checks that tenants that come and have the smallest
+/// virtual time get the device within 8.5 ms and one piece.
+fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
+    let mut queue = Queue::new(true);
+    let mut got = vec![Served::default(); guests.len()];
+    let mut left: Vec<Duration> = guests.iter().map(|g| g.graph).collect();
+    let mut now = Duration::ZERO;
+    let mut last = None;
+    let mut arrivals = Arrivals::of(guests);
     while now < length {
-        arrive(&mut queue, &mut submits, now, &mut waits_since);
-        let arrival = submits.iter().flatten().min().copied();
+        arrivals.enter(&mut queue, now);
+        let arrival = arrivals.next();
         let (tenant, ticket) = match queue.next(now) {
             Next::Run(tenant, ticket) => (tenant, ticket),
             Next::Hold(_, until) => {
@@ -74,9 +134,14 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
                 continue;
             }
         };
-        let i = tenant.0 as usize;
-        got[i].longest_wait = got[i].longest_wait.max(now - waits_since[i]);
-        if last.replace(i) != Some(i) {
+        let i = ticket.0 as usize;
+        let promised = arrivals.promises[tenant.0 as usize].take().unwrap_or(now);
+        assert!(
+            now <= promised,
+            "{tenant:?} waits until {now:?}, and not until {promised:?}"
+        );
+        got[i].longest_wait = got[i].longest_wait.max(now - arrivals.waits_since[i]);
+        if last.replace(tenant) != Some(tenant) {
             got[i].switches += 1;
             left[i] += guests[i].cold;
         }
@@ -86,16 +151,16 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
             let piece = guests[i].piece.min(left[i]);
             let piece_end = now + piece;
             left[i] -= piece;
-            while let Some(at) = { submits.iter().flatten().min() }.filter(|&&at| at < piece_end) {
-                let at = (*at).max(now);
+            while let Some(at) = arrivals.next().filter(|&at| at < piece_end) {
+                let at = at.max(now);
                 queue.progress(tenant, at - now);
                 now = at;
-                arrive(&mut queue, &mut submits, now, &mut waits_since);
+                arrivals.enter(&mut queue, now);
                 end = queue.cut(tenant, now - since);
             }
             queue.progress(tenant, piece_end - now);
             now = piece_end;
-            if arrive(&mut queue, &mut submits, now, &mut waits_since) {
+            if arrivals.enter(&mut queue, now) {
                 end = queue.cut(tenant, now - since);
             }
             if left[i].is_zero() || end.is_some_and(|end| now - since >= end) {
@@ -105,13 +170,14 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
         let is_done = left[i].is_zero();
         queue.used(tenant, ticket, Duration::ZERO, is_done, now);
         got[i].ran += now - since;
-        waits_since[i] = now;
+        arrivals.waits_since[i] = now;
         if is_done {
             got[i].graphs += 1;
             left[i] = guests[i].graph;
             let is_tenth = got[i].graphs.is_multiple_of(10);
             let guest = &guests[i];
-            submits[i] = Some(now + if is_tenth { guest.tenth } else { guest.pause });
+            let next = now + if is_tenth { guest.tenth } else { guest.pause };
+            arrivals.submits[i] = (next <= guest.leaves).then_some(next);
         }
     }
     got
@@ -125,6 +191,8 @@ fn busy(weight: u32, graph_us: u64, piece_us: u64) -> Guest {
         pause: Duration::ZERO,
         tenth: Duration::ZERO,
         cold: Duration::ZERO,
+        session_of: None,
+        leaves: Duration::MAX,
     }
 }
 
@@ -221,12 +289,11 @@ fn decoding_gets_half_of_the_device_beside_a_continuous_prefill() {
 /// A guest that decodes, and its graphs in ten seconds alone.
 fn decoding(graph: Duration, pause: Duration) -> (Guest, f64) {
     let guest = Guest {
-        weight: 1,
         graph,
         piece: MIN_SLICE,
         pause,
         tenth: pause,
-        cold: Duration::ZERO,
+        ..busy(1, 0, 0)
     };
     let alone = &simulate(std::slice::from_ref(&guest), LONG)[0];
     (guest, f64::from(alone.graphs))
@@ -243,12 +310,11 @@ fn decoding_keeps_half_of_its_rate_beside_pieces_of_any_length() {
             for piece in [us(100), MS, 3 * MS, 7 * MS, 30 * MS, 100 * MS, 600 * MS] {
                 for (pieces, between) in [(1, 0), (1, 100), (3, 0), (100_000, 0)] {
                     let attacker = Guest {
-                        weight: 1,
                         graph: piece * pieces,
                         piece,
                         pause: us(between),
                         tenth: us(between),
-                        cold: Duration::ZERO,
+                        ..busy(1, 0, 0)
                     };
                     let got = simulate(&[guest.clone(), attacker.clone()], LONG);
                     let kept = f64::from(got[0].graphs) / alone;
@@ -287,35 +353,47 @@ fn decoding_keeps_its_rate_with_cold_caches() {
     }
 }
 
+/// Graphs of a guest that is served as each test below needs.
+const ONE_GRAPH: Entitlement = Entitlement {
+    weight: 1,
+    in_flight: 1,
+};
+const DECODES: TenantId = TenantId(1);
+const BUSY: TenantId = TenantId(2);
+const COMES: TenantId = TenantId(3);
+const TOKEN: Duration = Duration::from_millis(2);
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// A queue in which `DECODES` has just ended its second token, [`PAUSE`] after the first, and the
+/// graph 2 of `BUSY` waits; and the time.
+fn after_a_token(has_caches: bool) -> (Queue, Duration) {
+    let mut queue = Queue::new(has_caches);
+    let mut at = MS;
+    run_once(&mut queue, DECODES, Ticket(0), TOKEN, &mut at);
+    at += PAUSE;
+    queue.enter(DECODES, ONE_GRAPH, Ticket(1), at);
+    assert_eq!(queue.next(at), Next::Run(DECODES, Ticket(1)));
+    queue.enter(BUSY, ONE_GRAPH, Ticket(2), at);
+    at += TOKEN;
+    queue.used(DECODES, Ticket(1), TOKEN, true, at);
+    (queue, at)
+}
+
 /// A graph that comes in a pause does not wait for the tenant that would keep its turn.
 #[test]
 fn a_turn_is_kept_only_from_those_that_waited_before() {
-    let entitlement = Entitlement {
-        weight: 1,
-        in_flight: 1,
-    };
-    let (decodes, busy, comes) = (TenantId(1), TenantId(2), TenantId(3));
-    let (graph, pause) = (2 * MS, MS / 10);
     for has_caches in [true, false] {
         for comes_in_the_pause in [false, true] {
-            let mut queue = Queue::new(has_caches);
-            let mut at = MS;
-            run_once(&mut queue, decodes, Ticket(0), graph, &mut at);
-            at += pause;
-            queue.enter(decodes, entitlement, Ticket(1), at);
-            assert_eq!(queue.next(at), Next::Run(decodes, Ticket(1)));
-            queue.enter(busy, entitlement, Ticket(2), at);
-            at += graph;
-            queue.used(decodes, Ticket(1), graph, true, at);
+            let (mut queue, mut at) = after_a_token(has_caches);
             if comes_in_the_pause {
-                queue.enter(comes, entitlement, Ticket(3), at);
+                queue.enter(TenantId(3), ONE_GRAPH, Ticket(3), at);
             }
             let kept = matches!(queue.next(at), Next::Hold(..));
             assert_eq!(kept, has_caches && !comes_in_the_pause);
-            at += pause;
-            queue.enter(decodes, entitlement, Ticket(4), at);
+            at += PAUSE;
+            queue.enter(DECODES, ONE_GRAPH, Ticket(4), at);
             if kept {
-                assert_eq!(queue.next(at), Next::Run(decodes, Ticket(4)));
+                assert_eq!(queue.next(at), Next::Run(DECODES, Ticket(4)));
             }
         }
     }
@@ -324,30 +402,168 @@ fn a_turn_is_kept_only_from_those_that_waited_before() {
 /// The device waits for a guest whose turn is kept no longer than twice its last pause.
 #[test]
 fn a_turn_that_is_kept_ends_when_its_guest_does_not_return() {
-    let entitlement = Entitlement {
-        weight: 1,
-        in_flight: 1,
-    };
-    let (decodes, busy) = (TenantId(1), TenantId(2));
-    let (graph, pause) = (2 * MS, MS / 10);
-    let mut queue = Queue::new(true);
-    let mut at = MS;
-    run_once(&mut queue, decodes, Ticket(0), graph, &mut at);
-    at += pause;
-    queue.enter(decodes, entitlement, Ticket(1), at);
-    assert_eq!(queue.next(at), Next::Run(decodes, Ticket(1)));
-    queue.enter(busy, entitlement, Ticket(2), at);
-    at += graph;
-    queue.used(decodes, Ticket(1), graph, true, at);
-    let until = at + 2 * pause;
+    let (mut queue, at) = after_a_token(true);
+    let until = at + 2 * PAUSE;
     assert_eq!(queue.next(at), Next::Hold(Ticket(2), until));
-    let paid = queue.time_of(decodes);
-    assert_eq!(queue.next(until), Next::Run(busy, Ticket(2)));
+    let paid = queue.time_of(DECODES);
+    assert_eq!(queue.next(until), Next::Run(BUSY, Ticket(2)));
     assert_eq!(
-        queue.time_of(decodes),
-        paid + 2 * pause,
+        queue.time_of(DECODES),
+        paid + 2 * PAUSE,
         "it pays for the wait"
     );
+}
+
+/// Once an attacker has gone, a guest has its rate alone, whatever the attacker has had.
+#[test]
+fn decoding_has_its_whole_rate_after_an_attacker() {
+    let us = Duration::from_micros;
+    let (second, gone) = (Duration::from_secs(1), Duration::from_secs(10));
+    for (graph, pause) in [(200, 50), (2000, 150), (5500, 450), (30_000, 3000)] {
+        let (guest, _) = decoding(us(graph), us(pause));
+        for piece in [500, 3000, 100_000] {
+            for (length, between) in [(piece, 100), (3 * piece, 0), (5_000_000, 0)] {
+                let attacker = Guest {
+                    pause: us(between),
+                    tenth: us(between),
+                    leaves: gone,
+                    ..busy(1, length, piece)
+                };
+                let graphs = |guests: &[Guest], until| simulate(guests, until)[0].graphs;
+                let both = [guest.clone(), attacker.clone()];
+                // Its last graph is done by then: alone, it would take as long, and twice at most.
+                let from = gone + 3 * us(length);
+                let kept = graphs(&both, from + second) - graphs(&both, from);
+                let alone = second.div_duration_f64(guest.graph + guest.pause);
+                assert!(
+                    f64::from(kept) >= 0.99 * alone - 1.0,
+                    "{kept} of {alone} beside {attacker:?}"
+                );
+            }
+        }
+    }
+}
+
+/// One more graph of a tenant that waits already does not end a turn, as one does of a tenant that
+/// comes.
+#[test]
+fn a_turn_ends_at_once_only_for_a_tenant_that_comes() {
+    let (mut queue, at) = after_a_token(false);
+    assert_eq!(queue.next(at), Next::Run(BUSY, Ticket(2)));
+    queue.progress(BUSY, TOKEN);
+    queue.enter(DECODES, ONE_GRAPH, Ticket(3), at + TOKEN);
+    // Each has had the same, but for the credit of a tenant that returns.
+    queue.progress(BUSY, 3 * MS);
+    let ran = TOKEN + 3 * MS;
+    assert_eq!(queue.cut(BUSY, ran), Some(ran), "the other has come");
+    queue.used(BUSY, Ticket(2), Duration::ZERO, false, at + ran);
+    assert_eq!(queue.next(at + ran), Next::Run(DECODES, Ticket(3)));
+    queue.progress(DECODES, 7 * MS);
+    queue.enter(BUSY, ONE_GRAPH, Ticket(4), at + ran + 7 * MS);
+    let cut = queue.cut(DECODES, 7 * MS).unwrap();
+    assert!(cut > 8 * MS, "{cut:?}, ahead of a tenant that waits");
+}
+
+/// Where turns begin with cold caches, one has 2 ms before a tenant that comes ends it.
+#[test]
+fn a_turn_with_cold_caches_is_not_ended_at_once() {
+    for (has_caches, least) in [(false, MS), (true, MIN_WARM_SLICE)] {
+        let mut queue = Queue::new(has_caches);
+        queue.enter(BUSY, ONE_GRAPH, Ticket(0), MS);
+        assert_eq!(queue.next(MS), Next::Run(BUSY, Ticket(0)));
+        queue.progress(BUSY, 6 * MS);
+        queue.enter(DECODES, ONE_GRAPH, Ticket(1), 7 * MS);
+        for ran in [MS, 3 * MS] {
+            assert_eq!(queue.cut(BUSY, ran), Some(ran.max(least)), "{has_caches}");
+        }
+    }
+}
+
+/// A turn that is to end sooner anyway does not become 2 ms long for a tenant that comes.
+#[test]
+fn a_tenant_that_comes_makes_no_turn_longer() {
+    // Of its 8 ms, as much is left.
+    for left in [1500, 600].map(Duration::from_micros) {
+        let mut queue = Queue::new(true);
+        queue.enter(BUSY, ONE_GRAPH, Ticket(0), MS);
+        queue.enter(DECODES, ONE_GRAPH, Ticket(1), MS);
+        assert_eq!(queue.next(MS), Next::Run(DECODES, Ticket(1)));
+        queue.used(DECODES, Ticket(1), Duration::ZERO, false, MS);
+        queue.last = Some(BUSY);
+        assert_eq!(queue.next(MS), Next::Run(BUSY, Ticket(0)));
+        let before = queue.slice(0) - left;
+        queue.progress(BUSY, before);
+        queue.used(BUSY, Ticket(0), Duration::ZERO, false, MS + before);
+        assert_eq!(
+            queue.next(MS + before),
+            Next::Run(BUSY, Ticket(0)),
+            "it goes on"
+        );
+        let allowance = queue.allowance(BUSY).expect("one waits");
+        assert_eq!(allowance, left.max(MIN_SLICE));
+        queue.enter(COMES, ONE_GRAPH, Ticket(2), MS + before);
+        let cut = queue.cut(BUSY, Duration::ZERO).expect("two wait");
+        assert!(cut <= allowance, "{cut:?} of {allowance:?}");
+    }
+}
+
+/// A turn that ends for a tenant that has come does not go on with another graph, also if a third
+/// tenant is the first of those that wait.
+#[test]
+fn a_turn_that_was_ended_does_not_go_on() {
+    let mut queue = Queue::new(true);
+    let mut at = MS;
+    let mut run = |queue: &mut Queue, tenant, ticket, time: Duration, is_done| {
+        assert_eq!(queue.next(at), Next::Run(tenant, Ticket(ticket)));
+        queue.progress(tenant, time);
+        at += time;
+        if is_done && tenant == BUSY {
+            queue.enter(BUSY, ONE_GRAPH, Ticket(3), at);
+        }
+        queue.used(tenant, Ticket(ticket), Duration::ZERO, is_done, at);
+        at
+    };
+    queue.enter(COMES, ONE_GRAPH, Ticket(0), MS);
+    let at = run(&mut queue, COMES, 0, 2 * MS, true);
+    queue.enter(DECODES, ONE_GRAPH, Ticket(1), at);
+    queue.enter(BUSY, ONE_GRAPH, Ticket(2), at);
+    run(&mut queue, DECODES, 1, MS, false);
+    let at = run(&mut queue, BUSY, 2, 4 * MS, true);
+    assert_eq!(queue.continued(DECODES), Some(BUSY), "nobody has come");
+    queue.enter(COMES, ONE_GRAPH, Ticket(4), at);
+    assert_eq!(queue.first(), Some(DECODES));
+    assert_eq!(queue.continued(DECODES), None);
+    assert_eq!(queue.next(at), Next::Run(DECODES, Ticket(1)));
+}
+
+/// A guest of many sessions has no shorter turns beside it than a guest of one.
+#[test]
+fn sessions_of_one_tenant_cut_no_turns_of_another() {
+    let us = Duration::from_micros;
+    for (graph, pause) in [(2000, 150), (5500, 450)] {
+        let (guest, alone) = decoding(us(graph), us(pause));
+        let guest = Guest {
+            cold: us(1000),
+            ..guest
+        };
+        // One of several sessions always waits.
+        for sessions in [4, 16] {
+            let session = Guest {
+                session_of: Some(1),
+                pause: us(100),
+                tenth: us(100),
+                ..busy(1, 900, 500)
+            };
+            let mut guests = vec![session; 1 + sessions];
+            guests[0] = guest.clone();
+            let got = &simulate(&guests, LONG)[0];
+            let kept = f64::from(got.graphs) / alone;
+            assert!(kept >= 0.46, "{guest:?}: {kept:.3} beside {sessions}");
+            let per_graph = f64::from(got.switches) / f64::from(got.graphs);
+            let most = graph as f64 / 12_000.0;
+            assert!(per_graph < most, "{per_graph:.2} switches, {sessions}");
+        }
+    }
 }
 
 /// A tenant that returns after a longer time waits for a turn at most, also beside a guest that
@@ -701,12 +917,31 @@ fn tenant_is_remembered_while_it_owes_time() {
     assert_eq!(queue.now, begun);
     let at = 3 * second;
     assert_eq!(queue.debt(guest, at), Some(2 * second), "for its turn");
-    // Hundreds of others that have done a graph do not make the scheduler forget it.
+    // Hundreds of others that come and go do not make the scheduler forget it.
     for tenant in 3..600 {
         queue.enter(TenantId(tenant), EQUAL, Ticket(tenant), at);
         queue.withdraw(TenantId(tenant), Ticket(tenant), at);
     }
     assert_eq!(queue.debt(guest, 100 * second), Some(2 * second));
+}
+
+#[test]
+fn graph_that_leaves_the_queue_before_its_first_turn_ends_no_other_one() {
+    let mut queue = Queue::new(true);
+    let tenant = TenantId(1);
+    let two = Entitlement {
+        weight: 1,
+        in_flight: 2,
+    };
+    queue.enter(tenant, two, Ticket(1), MS);
+    assert_eq!(queue.next(MS), Next::Run(tenant, Ticket(1)));
+    queue.enter(tenant, two, Ticket(2), 2 * MS);
+    assert!(queue.is_full());
+    queue.withdraw(tenant, Ticket(2), 3 * MS);
+    assert!(queue.waiting() == 0 && !queue.is_full());
+    // The first graph is still one of the two that the tenant may have.
+    queue.enter(tenant, two, Ticket(3), 4 * MS);
+    assert!(queue.is_full());
 }
 
 #[test]

@@ -17,6 +17,10 @@ use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 /// the device for this long at most.
 const MAX_TURN: Duration = Duration::from_millis(100);
 
+/// How often a thread that waits for a turn asks whether its graph is still wanted: the graph that
+/// has the device may never end.
+const QUESTION_INTERVAL: Duration = Duration::from_millis(250);
+
 /// Of how many processors a tenant is granted one for work outside of turns, while another tenant
 /// is active. A tenant is granted one at least.
 const PROCESSORS: usize = 8;
@@ -78,7 +82,8 @@ pub(crate) enum TurnEvent {
     Waits,
     /// A turn begins.
     Begins,
-    /// A turn has ended, with these times.
+    /// A turn has ended, with these times. Without turns in them: the run waited, and was
+    /// cancelled.
     Ended(Times),
 }
 
@@ -89,7 +94,7 @@ pub(crate) enum RunState {
     Done(Result<(), RunError>, Times),
     /// The device executes the rest of the plan asynchronously.
     InFlight(InFlight),
-    /// The run was cancelled between two turns. The results are undefined.
+    /// The run was cancelled between two turns or before the first. The results are undefined.
     Cancelled(Times),
 }
 
@@ -128,7 +133,8 @@ impl InFlight {
 impl Scheduler {
     /// Runs a plan, in as many turns as it takes, until all of it has been handed to the device.
     /// Calls `observe` before each wait and at both ends of each turn, without a lock, and
-    /// `is_cancelled` between two turns of the plan: at least once per [`MAX_TURN`] of device time.
+    /// `is_cancelled` between two turns of the plan, at least once per [`MAX_TURN`] of device time,
+    /// and once per [`QUESTION_INTERVAL`] while the plan waits for a turn, also without a lock.
     pub(crate) fn run(
         self: &Arc<Self>,
         tenant: TenantId,
@@ -142,7 +148,12 @@ impl Scheduler {
         let ticket = self.enter(tenant, entitlement, |_, _, _| {});
         loop {
             observe(TurnEvent::Waits);
-            let mut guard = self.wait(tenant, ticket);
+            let Some(mut guard) = self.wait(tenant, ticket, &mut is_cancelled) else {
+                let waited = Times::waited(self.turn.now().saturating_sub(wait_began));
+                times.add(waited);
+                observe(TurnEvent::Ended(waited));
+                return RunState::Cancelled(times);
+            };
             observe(TurnEvent::Begins);
             let start = self.turn.now();
             let queued = start.saturating_sub(wait_began);
@@ -265,49 +276,133 @@ impl Scheduler {
         ticket
     }
 
-    /// Sleeps until the graph with this ticket has the device.
-    fn wait(self: &Arc<Self>, tenant: TenantId, ticket: Ticket) -> DeviceGuard {
+    /// Sleeps until the graph with this ticket has the device. `None`: the graph is not wanted any
+    /// more, and has left the queue.
+    fn wait(
+        self: &Arc<Self>,
+        tenant: TenantId,
+        ticket: Ticket,
+        is_cancelled: &mut dyn FnMut() -> bool,
+    ) -> Option<DeviceGuard> {
+        let mut waiter = Waiter::new(self, ticket, Some(tenant));
         let mut state = self.lock();
-        let mut wakeup = None;
         while state.holder.is_none_or(|holder| holder.ticket != ticket) {
-            state = self.sleep(state, ticket, &mut wakeup);
+            state = waiter.sleep(state);
+            if waiter.is_to_ask() {
+                drop(state);
+                let cancelled = is_cancelled();
+                state = self.lock();
+                // Another thread may have given the device to this graph meanwhile.
+                if cancelled {
+                    state.leave(tenant, ticket, &self.turn);
+                    waiter.end(&mut state);
+                    return None;
+                }
+            }
         }
-        if wakeup.is_some() {
-            state.waiters.remove(&ticket);
-        }
-        DeviceGuard {
+        waiter.end(&mut state);
+        Some(DeviceGuard {
             scheduler: Arc::clone(self),
             tenant,
             ticket,
             start: self.turn.now(),
             is_done: true,
             alone: None,
+        })
+    }
+}
+
+/// A thread that waits until its graph has the device. Dropping it before [`end`](Waiter::end),
+/// while a panic unwinds, takes the graph out of the queue.
+pub(super) struct Waiter<'a> {
+    scheduler: &'a Scheduler,
+    ticket: Ticket,
+    /// `None`: the plan of the graph is offered.
+    tenant: Option<TenantId>,
+    has_ended: bool,
+    /// Set from the first sleep on.
+    wakeup: Option<Arc<Condvar>>,
+    /// When the thread asks next whether its graph is still wanted, on the clock of
+    /// `Scheduler::turn`.
+    question: Duration,
+}
+
+impl<'a> Waiter<'a> {
+    pub(super) fn new(
+        scheduler: &'a Scheduler,
+        ticket: Ticket,
+        tenant: Option<TenantId>,
+    ) -> Waiter<'a> {
+        Waiter {
+            scheduler,
+            ticket,
+            tenant,
+            has_ended: false,
+            wakeup: None,
+            question: scheduler.turn.now() + QUESTION_INTERVAL,
         }
     }
 
-    /// Sleeps until another thread wakes this one, or until the end of a hold, which this thread
-    /// ends. The first call makes the graph with this ticket one of the waiters, until the caller
-    /// removes it.
-    pub(super) fn sleep<'a>(
-        &self,
-        mut state: RankedGuard<'a, DeviceState>,
-        ticket: Ticket,
-        wakeup: &mut Option<Arc<Condvar>>,
-    ) -> RankedGuard<'a, DeviceState> {
-        let wakeup = wakeup.get_or_insert_with(|| {
+    /// Sleeps until another thread wakes this one, until the next question, or until the end of a
+    /// hold, which this thread ends. The first call makes the graph one of the waiters, until
+    /// [`end`](Waiter::end).
+    pub(super) fn sleep<'s>(
+        &mut self,
+        mut state: RankedGuard<'s, DeviceState>,
+    ) -> RankedGuard<'s, DeviceState> {
+        let turn = &self.scheduler.turn;
+        let wakeup = self.wakeup.get_or_insert_with(|| {
             let wakeup = Arc::new(Condvar::new());
-            state.waiters.insert(ticket, Arc::clone(&wakeup));
+            state.waiters.insert(self.ticket, Arc::clone(&wakeup));
             wakeup
         });
-        let Some(until) = state.hold else {
-            return state.wait(wakeup);
-        };
-        let left = until.saturating_sub(self.turn.now());
-        let mut state = state.wait_timeout(wakeup, left);
-        if state.hold == Some(until) && self.turn.now() >= until {
-            state.hand_over(&self.turn);
+        let hold = state.hold;
+        let end = hold.map_or(self.question, |until| until.min(self.question));
+        let mut state = state.wait_timeout(wakeup, end.saturating_sub(turn.now()));
+        if let Some(until) = hold
+            && state.hold == hold
+            && turn.now() >= until
+        {
+            state.hand_over(turn);
         }
         state
+    }
+
+    /// Whether the thread is to ask now whether its graph is still wanted. The next question is one
+    /// interval later.
+    pub(super) fn is_to_ask(&mut self) -> bool {
+        let now = self.scheduler.turn.now();
+        let is_due = now >= self.question;
+        if is_due {
+            self.question = now + QUESTION_INTERVAL;
+        }
+        is_due
+    }
+
+    /// The thread waits no longer.
+    pub(super) fn end(mut self, state: &mut DeviceState) {
+        self.has_ended = true;
+        if self.wakeup.is_some() {
+            state.waiters.remove(&self.ticket);
+        }
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        if self.has_ended {
+            return;
+        }
+        let mut state = self.scheduler.lock();
+        state.waiters.remove(&self.ticket);
+        match self.tenant {
+            Some(tenant) => state.leave(tenant, self.ticket, &self.scheduler.turn),
+            None => {
+                let plan = self.scheduler.abandon(&mut state, self.ticket);
+                drop(state);
+                drop(plan);
+            }
+        }
     }
 }
 
@@ -321,6 +416,26 @@ impl DeviceState {
         let (tenant, ticket) = (Some(holder.tenant), Some(holder.ticket));
         let members = self.batches.count(products, tenant, ticket);
         members > 0 && members == self.queue.waiting()
+    }
+
+    /// Takes a graph out of the queue, or its turn from it, which its thread has not begun: the
+    /// next graph gets the turn.
+    pub(super) fn leave(&mut self, tenant: TenantId, ticket: Ticket, turn: &Turn) {
+        let now = turn.now();
+        match self.holder.filter(|holder| holder.ticket == ticket) {
+            Some(holder) => {
+                let took = now.saturating_sub(holder.since + holder.reported);
+                self.queue.used(tenant, ticket, took, true, now);
+                self.hand_over(turn);
+            }
+            None => {
+                self.queue.withdraw(tenant, ticket, now);
+                // The thread of this graph may be the one that waits for the end of a hold.
+                if self.holder.is_none() {
+                    self.hand_over(turn);
+                }
+            }
+        }
     }
 
     /// Gives the idle device to the next graph of the queue, now or after a hold.

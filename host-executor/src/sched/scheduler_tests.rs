@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::thread;
+use std::time::Instant;
 
 use super::*;
 
@@ -273,6 +274,151 @@ fn start<'scope>(
         outcome.expect("the work does not fail");
     });
     (begins, ends)
+}
+
+/// The longest that a test waits for a thread. More than any test takes.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A graph of `tenant` that is never to have a turn, on a thread of `scope`. Says whether its run
+/// was cancelled.
+fn start_unwanted<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    scheduler: &'scope Arc<Scheduler>,
+    tenant: u64,
+    is_cancelled: impl FnMut() -> bool + Send + 'scope,
+) -> mpsc::Receiver<bool> {
+    let entitlement = Entitlement {
+        weight: 1,
+        in_flight: 1,
+    };
+    let (ended, ends) = mpsc::channel();
+    scope.spawn(move || {
+        let ((began, begins), (_, end)) = (mpsc::channel(), mpsc::channel());
+        drop(begins);
+        let mut plan = Piece { began, end };
+        let tenant = TenantId(tenant);
+        let state = scheduler.run(tenant, entitlement, &mut plan, |_| {}, is_cancelled);
+        let _ = ended.send(matches!(state, RunState::Cancelled(times) if times.turns == 0));
+    });
+    ends
+}
+
+#[test]
+fn graph_that_is_not_wanted_leaves_the_queue_while_another_one_hangs() {
+    let scheduler = &Arc::new(Scheduler::new(true));
+    thread::scope(|scope| {
+        let (begins, end) = start(scope, scheduler, 1);
+        begins.recv().expect("it begins");
+        let unwanted = start_unwanted(scope, scheduler, 2, || true);
+        assert_eq!(unwanted.recv_timeout(LIMIT), Ok(true));
+        let state = scheduler.lock();
+        assert_eq!(state.holder.map(|holder| holder.tenant), Some(TenantId(1)));
+        assert!(state.queue.waiting() == 0 && state.waiters.is_empty());
+        drop(state);
+        // The tenant has its turns as before.
+        let (begins, end_other) = start(scope, scheduler, 2);
+        end.send(()).expect("it goes on");
+        begins.recv_timeout(LIMIT).expect("its turn");
+        end_other.send(()).expect("it waits");
+    });
+}
+
+/// The thread of a graph that waits panics: the graph leaves the queue.
+#[test]
+fn graph_whose_thread_panics_while_it_waits_leaves_the_queue() {
+    let scheduler = &Arc::new(Scheduler::new(true));
+    thread::scope(|scope| {
+        let (begins, end) = start(scope, scheduler, 1);
+        begins.recv().expect("it begins");
+        let panics = scope.spawn(|| {
+            let ((began, begins), (_, end)) = (mpsc::channel(), mpsc::channel());
+            drop(begins);
+            let entitlement = Entitlement {
+                weight: 1,
+                in_flight: 1,
+            };
+            let is_cancelled = || -> bool { panic!("the guest cannot be asked") };
+            let (tenant, mut plan) = (TenantId(2), Piece { began, end });
+            let _ = scheduler.run(tenant, entitlement, &mut plan, |_| {}, is_cancelled);
+        });
+        assert!(panics.join().is_err());
+        let state = scheduler.lock();
+        assert_eq!(state.holder.map(|holder| holder.tenant), Some(TenantId(1)));
+        assert!(state.queue.waiting() == 0 && state.waiters.is_empty());
+        drop(state);
+        end.send(()).expect("it goes on");
+    });
+    assert!(scheduler.lock().holder.is_none());
+}
+
+/// A run that is cancelled while it waits says how long it has waited, and that the wait has ended.
+#[test]
+fn wait_of_a_cancelled_run_counts() {
+    let scheduler = &Arc::new(Scheduler::new(true));
+    thread::scope(|scope| {
+        let (begins, end) = start(scope, scheduler, 1);
+        begins.recv().expect("it begins");
+        let ((began, _begins), (_end, ends)) = (mpsc::channel(), mpsc::channel());
+        let mut plan = Piece { began, end: ends };
+        let entitlement = Entitlement {
+            weight: 1,
+            in_flight: 1,
+        };
+        let mut events = Vec::new();
+        let observe = |event| events.push(event);
+        let state = scheduler.run(TenantId(2), entitlement, &mut plan, observe, || true);
+        end.send(()).expect("it goes on");
+        let RunState::Cancelled(times) = state else {
+            panic!("it is cancelled");
+        };
+        assert!(times.queued >= QUESTION_INTERVAL, "{times:?}");
+        assert_eq!(times, Times::waited(times.queued));
+        assert_eq!(events, [TurnEvent::Waits, TurnEvent::Ended(times)]);
+    });
+}
+
+#[test]
+fn turn_that_is_given_to_a_graph_while_its_guest_is_asked_about_goes_to_the_next() {
+    let scheduler = &Arc::new(Scheduler::new(true));
+    thread::scope(|scope| {
+        let (begins, end) = start(scope, scheduler, 1);
+        begins.recv().expect("it begins");
+        let own_end = end.clone();
+        let has_turn = || {
+            let state = scheduler.lock();
+            state
+                .holder
+                .is_some_and(|holder| holder.ticket == Ticket(2))
+        };
+        let is_cancelled = move || {
+            // After a failure the thread ends, too.
+            let start = Instant::now();
+            while scheduler.lock().waiters.len() < 2 && start.elapsed() < LIMIT {
+                thread::yield_now();
+            }
+            let _ = own_end.send(());
+            while !has_turn() && start.elapsed() < LIMIT {
+                thread::yield_now();
+            }
+            true
+        };
+        let unwanted = start_unwanted(scope, scheduler, 2, is_cancelled);
+        while scheduler.lock().waiters.is_empty() {
+            thread::yield_now();
+        }
+        let (begins, end_next) = start(scope, scheduler, 3);
+        let next = begins.recv_timeout(LIMIT);
+        // After a failure the threads end, too.
+        let _ = end.send(());
+        if next.is_err() {
+            scheduler.lock().hand_over(&scheduler.turn);
+        }
+        let _ = end_next.send(());
+        next.expect("the turn goes to the next graph");
+        assert_eq!(unwanted.recv_timeout(LIMIT), Ok(true));
+    });
+    let state = scheduler.lock();
+    assert!(state.holder.is_none() && state.waiters.is_empty());
 }
 
 #[test]

@@ -17,6 +17,14 @@ pub(crate) struct Times {
 }
 
 impl Times {
+    /// Those of a graph that has waited so long, and has had no turn.
+    pub(super) fn waited(queued: Duration) -> Times {
+        Times {
+            queued,
+            ..Times::default()
+        }
+    }
+
     pub(super) fn add(&mut self, more: Times) {
         self.queued += more.queued;
         self.ran += more.ran;

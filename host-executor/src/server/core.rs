@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tracing::{info, warn};
+use tracing::{Level, info, warn};
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::Certificates;
 
 use super::guest_thread;
-use super::shared::ServerState;
-use super::watchdog::{self, log_error_lines};
+use super::shared::{Entry, ServerState};
+use super::watchdog;
+use crate::dump_thread::write_into_log;
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
 #[cfg(feature = "cuda")]
@@ -23,6 +24,7 @@ use crate::listener::{GuestListener, IncomingGuest, ListenerId};
 use crate::peer::Peer;
 use crate::stats::Stats;
 use crate::status::{StatusHandle, StatusSource as _};
+use crate::stop::StopReason;
 use crate::tenant_registry::{Rules, RulesError};
 use crate::weights::WeightStore;
 
@@ -165,13 +167,43 @@ impl Server {
     pub fn kill_session(&self, id: u64) -> Option<String> {
         let sessions = self.shared.sessions();
         let entry = sessions.get(&id)?;
-        entry.stop.kill();
+        entry.stop.set_for(StopReason::Killed);
         Some(entry.tenant.name().to_owned())
     }
 
     /// Ends the open sessions, because the time `limit` of a supervisor's drain has passed.
     pub(crate) fn end_drained(&self, limit: Duration) {
         self.shared.end_drained(limit);
+    }
+
+    /// Ends the open sessions of a guest that the rules name no longer. Returns their number.
+    /// Nothing happens if the rules name the guest.
+    pub fn end_removed(&self, guest: &str) -> usize {
+        let sessions = self.shared.sessions();
+        let is_of_guest = |entry: &&Entry| entry.tenant.name() == guest;
+        let removed = { sessions.values() }
+            .filter(is_of_guest)
+            .filter(|entry| entry.tenant.is_removed());
+        removed
+            .map(|entry| entry.stop.set_for(StopReason::Removed))
+            .count()
+    }
+
+    /// Removes all guests of a worker, and ends their sessions.
+    pub(crate) fn remove_guests(&self) {
+        let nobody = Rules {
+            guests: Vec::new(),
+            unnamed: None,
+            overcommit: false,
+        };
+        // First: a program that is in its handshake gets no session afterwards.
+        if let Err(error) = self.shared.registry.apply(nobody) {
+            warn!("the rules without guests are refused: {error}; this is a bug of the host");
+        }
+        let sessions = self.shared.sessions();
+        sessions
+            .values()
+            .for_each(|entry| entry.stop.set_for(StopReason::Removed));
     }
 
     /// Sets the certificates that guests over TCP are checked against. Later calls have no effect.
@@ -185,7 +217,7 @@ impl Server {
         let sessions = self.shared.sessions();
         let refused = sessions.iter().filter_map(|(&id, entry)| {
             let fault = self.shared.fault_of(&entry.certificates)?;
-            entry.stop.refuse(fault.clone());
+            entry.stop.set_for(StopReason::Refused(fault.clone()));
             Some((id, entry.peer.clone(), fault))
         });
         let refused: Vec<_> = refused.collect();
@@ -201,6 +233,13 @@ impl Server {
         self.shared
             .max_sessions
             .store(max_sessions, Ordering::Relaxed);
+        self.shared.registry.set_places(max_sessions);
+    }
+
+    /// Says that all sessions are of one guest, which may have all of the host memory, until the
+    /// next call of [`set_max_sessions`](Server::set_max_sessions).
+    pub fn serve_one_guest(&self) {
+        self.shared.registry.set_places(1);
     }
 
     /// Accepts guests on a listener for all guests.
@@ -219,11 +258,15 @@ impl Server {
     pub fn listen_for(
         &mut self,
         guest: Option<String>,
-        mut listener: impl GuestListener,
+        listener: impl GuestListener,
     ) -> io::Result<ListenerId> {
         let shared = Arc::clone(&self.shared);
+        let stop = self.shared.stop.clone();
+        if let Some(machine) = listener.machine() {
+            shared.machines.add(machine);
+        }
         self.listeners
-            .start(self.shared.stop.clone(), move |timeout| {
+            .start(stop, listener, move |listener, timeout| {
                 if let Some(incoming) = listener.accept(timeout)? {
                     guest_thread::start(&shared, shared.new_id(), guest.as_deref(), incoming);
                 }
@@ -341,7 +384,7 @@ impl Server {
                 let count = sessions.len();
                 drop(sessions);
                 let why = format!("{count} sessions do not end, and did nothing new for {slow:?}");
-                log_error_lines(&self.shared.dump());
+                write_into_log(Level::ERROR, &self.shared.dump());
                 return Shutdown::Stuck(why);
             }
             if last_line.elapsed() >= REMINDER_INTERVAL {

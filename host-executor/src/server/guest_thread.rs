@@ -249,9 +249,13 @@ fn serve(
     activity.set_device(place.device);
     shared.wake_waiters();
     let device = &shared.devices[place.device];
-    let domain = match tenant.is_named() {
-        true => format!("guest {}", tenant.name()),
-        false => sharing_domain(id, &peer),
+    let (domain, prover) = match tenant.is_named() {
+        true => {
+            let name = format!("guest {}", tenant.name());
+            (name.clone(), name)
+        }
+        // A session of its own is no new prover.
+        false => (sharing_domain(id, &peer), peer.origin()),
     };
     let parts = SharedParts {
         engine: Arc::clone(&device.engine),
@@ -265,7 +269,7 @@ fn serve(
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);
     let session = match device.weights.get() {
-        Some(weights) => session.sharing(weights, &domain),
+        Some(weights) => session.sharing_as(weights, &domain, &prover),
         None => session,
     };
     let end = session.run_from(first, link.as_mut(), &stop);

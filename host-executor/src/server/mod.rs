@@ -17,4 +17,3 @@ mod status;
 mod watchdog;
 
 pub use core::{Health, Server, SessionInfo, Shutdown};
-pub use watchdog::{DUMP_TARGET, log_dump};

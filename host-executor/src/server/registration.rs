@@ -11,6 +11,7 @@ use crate::peer::Peer;
 use crate::pool::Lease;
 use crate::session::{RejectReason, SessionEnd};
 use crate::tenant::Tenant;
+use crate::tenant_registry::AdmissionError;
 
 /// An entry in the table of sessions. Dropping the registration removes the entry.
 pub(super) struct Registration {
@@ -85,6 +86,11 @@ fn refusal(
 ) -> Option<SessionEnd> {
     if shared.drain.is_on() {
         return Some(SessionEnd::Draining);
+    }
+    // A guest may be removed while one of its programs is in its handshake.
+    if tenant.is_removed() {
+        let name = tenant.name().to_owned();
+        return Some(RejectReason::from(AdmissionError::Removed { name }).into());
     }
     let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
     let entries = sessions.values();

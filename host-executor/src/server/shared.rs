@@ -16,16 +16,18 @@ use crate::activity::Activities;
 use crate::drain::Drain;
 use crate::handshakes::Handshakes;
 use crate::heartbeat::Heartbeat;
+use crate::host_memory::HostMemory;
 use crate::limits::Limits;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
+use crate::machine_watch::MachineWatches;
 use crate::peer::Peer;
 use crate::pool::Pools;
 use crate::sched::TenantId;
 use crate::session::{END_KINDS, SessionEnd};
 use crate::session_log::SessionLog;
 use crate::stats::Counters;
-use crate::stop::StopFlag;
+use crate::stop::{StopFlag, StopReason};
 use crate::tenant::Tenant;
 use crate::tenant_registry::TenantRegistry;
 
@@ -60,6 +62,8 @@ pub(super) struct ServerState {
     pub(super) session_log: SessionLog,
     /// What each thread that serves a guest does.
     pub(super) activities: Arc<Activities>,
+    /// The virtual machines of the listeners.
+    pub(super) machines: MachineWatches,
     /// How many sessions have ended, by [`END_KINDS`].
     pub(super) ended: [AtomicU64; END_KINDS.len()],
     /// Notified when a session has begun or ended, and when a handshake has failed.
@@ -103,7 +107,10 @@ impl ServerState {
             .collect::<io::Result<Vec<_>>>()?;
         let totals = devices.iter().map(|device| device.engine.memory().total);
         Ok(ServerState {
-            registry: TenantRegistry::new(totals),
+            registry: TenantRegistry::new(
+                totals,
+                HostMemory::new(limits.host_memory, max_sessions),
+            ),
             devices,
             since: Instant::now(),
             unused_gpu: OnceLock::new(),
@@ -119,6 +126,7 @@ impl ServerState {
             refusal_log: LogLimit::new(10),
             session_log: SessionLog::default(),
             activities: Activities::new(MAX_ACTIVITIES),
+            machines: MachineWatches::default(),
             ended: [const { AtomicU64::new(0) }; END_KINDS.len()],
             changed: Condvar::new(),
             watchdog: Heartbeat::new(),
@@ -164,7 +172,7 @@ impl ServerState {
     /// number.
     pub(super) fn end_drained(&self, limit: Duration) -> usize {
         let sessions = self.sessions();
-        sessions.values().for_each(|entry| entry.stop.drain(limit));
+        { sessions.values() }.for_each(|entry| entry.stop.set_for(StopReason::Drained(limit)));
         sessions.len()
     }
 

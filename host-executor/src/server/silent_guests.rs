@@ -15,6 +15,7 @@ use vgpu_transport::shm::liveness::{ALIVE, PERIOD};
 use super::shared::{Entry, ServerState};
 use crate::peer::Peer;
 use crate::session::Reclaim;
+use crate::stop::StopReason;
 
 /// How long a session waits for the end of others. A session checks every 100 ms whether it must
 /// end, and a graph ends at its next preemption point.
@@ -86,7 +87,7 @@ impl Reclaim for SilentGuests {
         let silent: Vec<u64> = { sessions.iter() }
             .filter(|(id, entry)| self.is_silent(**id, entry))
             .map(|(&id, entry)| {
-                entry.stop.evict();
+                entry.stop.set_for(StopReason::Evicted);
                 id
             })
             .collect();

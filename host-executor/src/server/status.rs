@@ -10,6 +10,7 @@ use crate::activity::{EngineFigures, ProcessFigures, SessionActivity, dump};
 use crate::gpu_monitor::GpuWatch;
 use crate::histogram::Distribution;
 use crate::service;
+use crate::size::shown;
 use crate::stats::Stats;
 use crate::status::{
     DrainStatus, EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status,
@@ -17,7 +18,7 @@ use crate::status::{
 };
 use crate::tenant_registry::{GuestTenants, on_first_device};
 use crate::version::version;
-use crate::weights::WeightStore;
+use crate::weights::{HashingNow, WeightStore};
 
 impl StatusSource for ServerState {
     fn status(&self) -> Status {
@@ -102,16 +103,16 @@ impl StatusSource for ServerState {
         for device in &self.devices {
             if let Some(weights) = device.weights.get() {
                 let which = self.which(device);
-                more.push(match weights.backlog() {
-                    Some((extents, bytes)) => format!(
-                        "weights{which}: {extents} extents of {bytes} bytes wait to be hashed"
-                    ),
-                    None => {
-                        format!("weights{which}: the queue of the hashing thread is locked now")
+                let backlog = match weights.backlog() {
+                    Some((extents, bytes)) => {
+                        format!("{extents} extents of {} wait to be hashed", shown(bytes))
                     }
-                });
+                    None => "the queue of the hashing thread is locked now".into(),
+                };
+                more.push(format!("weights{which}: {backlog}; {}", hashing(weights)));
             }
         }
+        more.extend(self.machines.dump());
         more.extend(service::dump());
         let engines = self.devices.iter().map(|device| EngineFigures {
             name: device.engine.name(),
@@ -176,6 +177,21 @@ impl StatusSource for ServerState {
                 latency
             })
             .collect()
+    }
+}
+
+/// What the hashing thread does.
+fn hashing(weights: &WeightStore) -> String {
+    match weights.hashing() {
+        Some(HashingNow {
+            domain,
+            done,
+            size,
+            age,
+        }) => format!(
+            "hashes an extent of {size} bytes of {domain}, {done} of them before, for {age:.1?}"
+        ),
+        None => "the hashing thread waits".into(),
     }
 }
 

@@ -7,16 +7,21 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
-use tracing::{Level, info, warn};
+use tracing::{Level, warn};
 
 use super::device::Found;
 use super::shared::ServerState;
 use crate::activity::{Notice, Watch};
+use crate::dump_thread::write_into_log;
+use crate::log_limit::LogLimit;
 use crate::log_queue;
-use crate::status::{StatusHandle, StatusSource as _};
+use crate::status::StatusSource as _;
 
 /// Lines that wait for the log. Further ones are lost.
 const MAX_LINES: usize = 64;
+
+/// Lines in 10 s about requests that last long.
+const REQUEST_LINES: u64 = 20;
 
 /// Starts two threads, which end with the server. One watches, and counts the lines that guests may
 /// not cause any more. The other one writes of both and of what is slow: a log that nobody reads
@@ -35,6 +40,7 @@ pub(super) fn start(
         .map(|device| Watch::new(slow, device.limits.turn_time))
         .collect();
     let period = watches.iter().map(Watch::period).min().unwrap_or(slow);
+    let requests = LogLimit::new(REQUEST_LINES);
     let weak = Arc::downgrade(shared);
     // A thread that never gets to run is late, too.
     shared.watchdog.beat();
@@ -66,10 +72,18 @@ pub(super) fn start(
                 for notice in notices {
                     match notice {
                         Notice::Slow(what) => drop(reports.try_send(what)),
+                        Notice::LongRequest(what) => match requests.allow(last) {
+                            Some(0) => drop(reports.try_send(what)),
+                            Some(others) => {
+                                let left_out = format!("{what}; {others} such lines were left out");
+                                drop(reports.try_send(left_out));
+                            }
+                            None => {}
+                        },
                         Notice::Stuck(what) => {
                             let text = format!("{what}: the engine hangs");
                             log_queue::write_line(Level::ERROR, &text);
-                            log_error_lines(&shared.dump());
+                            write_into_log(Level::ERROR, &shared.dump());
                             on_stuck(&what);
                         }
                     }
@@ -77,25 +91,6 @@ pub(super) fn start(
             }
         })?;
     Ok(())
-}
-
-/// Writes each line of a dump into the log, as a part of an error. Waits for no lock of the dynamic
-/// linker.
-pub(super) fn log_error_lines(dump: &str) {
-    for line in dump.lines() {
-        log_queue::write_line(Level::ERROR, &format!("dump: {line}"));
-    }
-}
-
-/// The target of the log lines of [`log_dump`], which are at level info. Somebody has asked for
-/// them, so that the log should show them with any filter.
-pub const DUMP_TARGET: &str = "vgpu_dump";
-
-/// Writes the dump of an executor into the log.
-pub fn log_dump(status: &StatusHandle) {
-    for line in status.dump().lines() {
-        info!(target: DUMP_TARGET, "dump: {line}");
-    }
 }
 
 #[cfg(test)]

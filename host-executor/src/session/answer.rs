@@ -110,9 +110,9 @@ fn reason_of(error: &(dyn Error + 'static)) -> FailureReason {
 
 fn of_engine(error: &EngineError) -> FailureReason {
     match error {
-        EngineError::OutOfMemory { .. } | EngineError::OutOfHostMemory { .. } => {
-            FailureReason::Memory
-        }
+        EngineError::OutOfMemory { .. }
+        | EngineError::OutOfHostMemory { .. }
+        | EngineError::OutOfSharedHostMemory { .. } => FailureReason::Memory,
         EngineError::TooMuchWork(_) => FailureReason::Limit,
         EngineError::Unsupported { .. } => FailureReason::Unsupported,
         EngineError::Device { .. } | EngineError::DeviceLost { .. } => FailureReason::Device,

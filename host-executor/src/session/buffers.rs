@@ -7,6 +7,7 @@ use vgpu_engine::Memory;
 use vgpu_transport::ir::BufferId;
 
 use super::error::Violation;
+use crate::lock::expect_unlocked;
 use crate::pool::Lease;
 use crate::tenant::Charge;
 
@@ -106,6 +107,7 @@ impl Buffers {
     pub(super) fn exchange(&mut self, buffer: BufferId, new: Arc<dyn Memory>) {
         if let Some(Buffer { memory, .. }) = self.live.get_mut(&buffer) {
             debug_assert_eq!(memory.size(), new.size());
+            expect_unlocked("the end of a buffer's memory");
             *memory = new;
         }
     }
@@ -120,6 +122,7 @@ impl Buffers {
     pub(super) fn remove(&mut self, buffer: BufferId) -> Result<(), Violation> {
         match self.live.remove(&buffer) {
             Some(Buffer { memory, .. }) => {
+                expect_unlocked("the end of a buffer");
                 self.bytes -= memory.size();
                 Ok(())
             }

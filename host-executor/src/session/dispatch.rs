@@ -21,6 +21,7 @@ use super::error::{AllocError, RejectReason, SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::ThreadState;
+use crate::lock::expect_unlocked;
 use crate::sched::{Batchable, RunState, Times};
 use crate::stats::{RequestKind, SUBMIT};
 use crate::stop::StopFlag;
@@ -308,6 +309,7 @@ impl Session {
             guest: guest(),
             error,
         })?;
+        expect_unlocked("Engine::alloc");
         let shared = match self.can_share && size > 0 {
             true => match self.engine.alloc_shared(size) {
                 // Memory without a file would be refused, too.
@@ -369,6 +371,7 @@ impl Session {
             buffers: &self.buffers,
             limits: &self.limits,
             tenant: &self.tenant,
+            protocol: self.protocol,
             is_cancelled: &is_cancelled,
         };
         let status = self.graphs.compile(graph, received, &context)?;
@@ -404,6 +407,7 @@ impl Session {
             buffers: &self.buffers,
             limits: &self.limits,
             tenant: &self.tenant,
+            protocol: self.protocol,
             is_cancelled: &is_compile_cancelled,
         };
         let stored = self.graphs.get(graph, &context)?;

@@ -12,7 +12,7 @@ use vgpu_transport::wire::{
 };
 
 use crate::pool::PoolError;
-use crate::stop::StopFlag;
+use crate::stop::{StopFlag, StopReason};
 #[cfg(feature = "server")]
 use crate::tenant_registry::AdmissionError;
 
@@ -46,6 +46,9 @@ pub enum SessionEnd {
     /// An operator of the host has ended the session.
     #[error("an operator of the host has ended this session")]
     Killed,
+    /// The guest of the session was removed, as when the pod of a container has ended.
+    #[error("the host has removed this guest, and ends its sessions")]
+    Removed,
     /// The host has served this guest, and does so no longer.
     #[error("the host no longer serves this guest: {0}")]
     Refused(CertificateFault),
@@ -69,7 +72,7 @@ pub enum SessionEnd {
 }
 
 /// Kinds of ends, for statistics.
-pub(crate) const END_KINDS: [&str; 14] = [
+pub(crate) const END_KINDS: [&str; 15] = [
     "closed",
     "link",
     "violation",
@@ -84,6 +87,7 @@ pub(crate) const END_KINDS: [&str; 14] = [
     "drained",
     "killed",
     "evicted",
+    "removed",
 ];
 
 impl SessionEnd {
@@ -104,19 +108,20 @@ impl SessionEnd {
             SessionEnd::Draining => 10,
             SessionEnd::Drained(_) => 11,
             SessionEnd::Killed => 12,
+            SessionEnd::Removed => 14,
         }
     }
 
     /// The end that a flag asks for. `None`: the flag is not set.
     pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
-        match (stop.refusal(), stop.drained()) {
-            _ if !stop.is_set() => None,
-            _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
-            _ if stop.is_killed() => Some(SessionEnd::Killed),
-            (Some(fault), _) => Some(SessionEnd::Refused(fault.clone())),
-            (None, Some(limit)) => Some(SessionEnd::Drained(limit)),
-            (None, None) => Some(SessionEnd::Shutdown),
-        }
+        Some(match stop.reason()? {
+            StopReason::Shutdown => SessionEnd::Shutdown,
+            StopReason::Evicted => SessionEnd::Link(LinkError::Evicted),
+            StopReason::Killed => SessionEnd::Killed,
+            StopReason::Removed => SessionEnd::Removed,
+            StopReason::Refused(fault) => SessionEnd::Refused(fault.clone()),
+            StopReason::Drained(limit) => SessionEnd::Drained(*limit),
+        })
     }
 }
 
@@ -314,7 +319,7 @@ mod tests {
         let all = StopFlag::new();
         let (one, other) = (all.for_one(), all.for_one());
         assert_eq!(SessionEnd::asked_by(&one), None);
-        one.evict();
+        one.set_for(StopReason::Evicted);
         let evicted = SessionEnd::asked_by(&one).expect("it is set");
         assert_eq!(evicted, SessionEnd::Link(LinkError::Evicted));
         assert_eq!(
@@ -326,7 +331,7 @@ mod tests {
         let failed = SessionEnd::Link(LinkError::Stalled { seconds: 60 });
         assert_eq!(END_KINDS[failed.kind()], "link");
         let drained = all.for_one();
-        drained.drain(Duration::from_secs(60));
+        drained.set_for(StopReason::Drained(Duration::from_secs(60)));
         let end = SessionEnd::asked_by(&drained).expect("it is set");
         assert_eq!(
             end.to_string(),
@@ -335,10 +340,15 @@ mod tests {
         assert_eq!(END_KINDS[end.kind()], "drained");
         assert_eq!(END_KINDS[SessionEnd::Draining.kind()], "draining");
         let killed = all.for_one();
-        killed.kill();
+        killed.set_for(StopReason::Killed);
         let end = SessionEnd::asked_by(&killed).expect("it is set");
         assert_eq!(end, SessionEnd::Killed);
         assert_eq!(END_KINDS[end.kind()], "killed");
+        let removed = all.for_one();
+        removed.set_for(StopReason::Removed);
+        let end = SessionEnd::asked_by(&removed).expect("it is set");
+        assert_eq!(end, SessionEnd::Removed);
+        assert_eq!(END_KINDS[end.kind()], "removed");
         // Of this session alone, whatever is asked of all later.
         assert_eq!(SessionEnd::asked_by(&other), None);
         all.set();

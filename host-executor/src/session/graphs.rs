@@ -10,13 +10,14 @@ use vgpu_transport::ir::{
     BufferId, DecodeError, ENTRIES_PER_QUESTION, Graph, GraphCounts, Invalid, Node, Op, ValidGraph,
     patch, validate_until,
 };
-use vgpu_transport::wire::{GraphId, MAX_GRAPH};
+use vgpu_transport::wire::{GraphId, MAX_GRAPH, ProtocolVersion};
 
 use super::buffers::Buffers;
 use super::error::Violation;
 use crate::activity::GraphInfo;
 use crate::heap;
 use crate::limits::Limits;
+use crate::lock::expect_unlocked;
 use crate::tenant::{Charge, Tenant};
 
 /// Bytes of the assembly buffer that are kept between graphs.
@@ -189,19 +190,24 @@ impl Graphs {
         assembly.received += part.len() as u64;
         if assembly.charge.is_ok() {
             let have = self.assembled.len();
-            self.assembled.reserve_exact(total as usize - have);
-            self.assembled.resize(have + part.len(), 0);
-            part.copy_to(&mut self.assembled[have..]);
+            match self.assembled.try_reserve_exact(total as usize - have) {
+                Ok(()) => {
+                    self.assembled.resize(have + part.len(), 0);
+                    part.copy_to(&mut self.assembled[have..]);
+                }
+                Err(_) => assembly.charge = Err(no_memory(total)),
+            }
         }
         if assembly.received < total {
             return Ok(None);
         }
 
-        let charge = self.assembly.take().map(|assembly| assembly.charge);
-        let words = words(&self.assembled);
+        let assembly = self.assembly.take();
+        let image =
+            assembly.map(|assembly| Ok(Image::new(words(&self.assembled)?, assembly.charge?)));
         self.assembled.clear();
         self.assembled.shrink_to(MAX_IDLE_ASSEMBLY);
-        Ok(charge.map(|charge| Ok(Image::new(words, charge?))))
+        Ok(image)
     }
 
     /// Receives a graph as the difference `patch` to the stored graph `base`. The tenant is charged
@@ -224,21 +230,19 @@ impl Graphs {
                 limit: MAX_GRAPH,
             });
         }
-        let charged = stored.image.as_ref().map_err(EngineError::clone);
-        let charged = charged.and_then(|image| {
-            let size = image.bytes() + ENTRY_BYTES;
+        let patched = stored.image.as_ref().map_err(EngineError::clone);
+        let patched = patched.and_then(|image| {
+            // The image, and the bytes and the words of the patch.
+            let size = image.bytes() + ENTRY_BYTES + 2 * patch.len() as u64;
             let charge = tenant.charge_host(size, engine)?;
-            Ok((image, charge))
+            Ok((patch::apply(&image.words, &words_of(patch)?), charge))
         });
-        let (image, charge) = match charged {
-            Ok(charged) => charged,
-            Err(error) => return Ok(Err(error)),
-        };
-        let mut bytes = vec![0; patch.len()];
-        patch.copy_to(&mut bytes);
-        let words = patch::apply(&image.words, &words(&bytes))
-            .map_err(|error| Violation::Image { graph, error })?;
-        Ok(Ok(Image::new(words, charge)))
+        Ok(match patched {
+            Ok((Ok(words), charge)) => Ok(Image::new(words, charge)),
+            Ok((Err(DecodeError::NoMemory { bytes }), _)) => Err(no_memory(bytes as u64)),
+            Ok((Err(error), _)) => return Err(Violation::Image { graph, error }),
+            Err(error) => Err(error),
+        })
     }
 
     /// Compiles and keeps a graph that has been received.
@@ -336,7 +340,12 @@ impl Graphs {
                 .map_err(|_| Violation::UnknownGraph(graph))?;
             let mut again = compile(graph, image, context)?;
             self.charge(&mut again, context);
-            again.lacks_memory = matches!(again.plan, Err(EngineError::OutOfMemory { .. }));
+            again.lacks_memory = matches!(
+                again.plan,
+                Err(EngineError::OutOfMemory { .. }
+                    | EngineError::OutOfHostMemory { .. }
+                    | EngineError::OutOfSharedHostMemory { .. })
+            );
             let has_failed = again.plan.is_err();
             self.nodes += again.nodes;
             self.stored.insert(graph, again);
@@ -432,6 +441,8 @@ pub(super) struct CompileContext<'a> {
     pub(super) buffers: &'a Buffers,
     pub(super) limits: &'a Limits,
     pub(super) tenant: &'a Arc<Tenant>,
+    /// The version of the messages that the guest sends.
+    pub(super) protocol: ProtocolVersion,
     /// Whether the guest is gone, or the executor stops.
     pub(super) is_cancelled: &'a dyn Fn() -> bool,
 }
@@ -516,11 +527,53 @@ impl Image {
     }
 }
 
-fn words(bytes: &[u8]) -> Vec<u32> {
-    bytes
-        .chunks_exact(4)
-        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-        .collect()
+/// The words of whole bytes.
+///
+/// # Errors
+/// [`EngineError::OutOfHostMemory`].
+fn words(bytes: &[u8]) -> Result<Vec<u32>, EngineError> {
+    let mut words = Vec::new();
+    let reserved = words.try_reserve_exact(bytes.len() / 4);
+    reserved.map_err(|_| no_memory(bytes.len() as u64))?;
+    let (all, _) = bytes.as_chunks();
+    words.extend(all.iter().map(|&word| u32::from_le_bytes(word)));
+    Ok(words)
+}
+
+/// The words of a part of a message.
+///
+/// # Errors
+/// [`EngineError::OutOfHostMemory`].
+fn words_of(part: Bytes<'_>) -> Result<Vec<u32>, EngineError> {
+    let mut bytes = Vec::new();
+    let reserved = bytes.try_reserve_exact(part.len());
+    reserved.map_err(|_| no_memory(part.len() as u64))?;
+    bytes.resize(part.len(), 0);
+    part.copy_to(&mut bytes);
+    words(&bytes)
+}
+
+/// Asks for memory and gives it back: most of a compilation allocates memory in ways that end the
+/// process if there is none. Another thread may take it meanwhile.
+///
+/// # Errors
+/// [`EngineError::OutOfHostMemory`].
+fn expect_memory(bytes: u64) -> Result<(), EngineError> {
+    let mut memory = Vec::<u8>::new();
+    let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
+    let reserved = memory.try_reserve_exact(wanted);
+    // Otherwise the compiler removes the allocation.
+    std::hint::black_box(&memory);
+    reserved.map_err(|_| no_memory(bytes))
+}
+
+/// The process has no memory for `wanted` bytes that the guest has been charged for.
+fn no_memory(wanted: u64) -> EngineError {
+    EngineError::OutOfHostMemory {
+        wanted,
+        free: 0,
+        total: 0,
+    }
 }
 
 /// The tokens that a run of the graph computes: the most columns of activations of a product. The
@@ -539,20 +592,26 @@ fn tokens(graph: &Graph) -> u64 {
     columns.max().unwrap_or(0)
 }
 
-/// Decodes and validates an image. `None` if that is cancelled.
+/// Decodes and validates an image. An [`EngineError`] if that is cancelled, or if the process has
+/// no memory.
 fn read(
     image: &[u32],
     context: &CompileContext<'_>,
     broken: impl Fn(DecodeError) -> Violation,
     invalid: impl Fn(Invalid) -> Violation,
-) -> Result<Option<ValidGraph>, Violation> {
+) -> Result<Result<ValidGraph, EngineError>, Violation> {
     let is_cancelled = context.is_cancelled;
-    let Some(graph) = Graph::decode_until(image, is_cancelled).map_err(broken)? else {
-        return Ok(None);
+    let graph = match Graph::decode_until(image, is_cancelled) {
+        Ok(Some(graph)) => graph,
+        Ok(None) => return Ok(Err(EngineError::Cancelled)),
+        Err(DecodeError::NoMemory { bytes }) => return Ok(Err(no_memory(bytes as u64))),
+        Err(error) => return Err(broken(error)),
     };
     let size_of = |buffer| context.buffers.find(buffer).map(|memory| memory.size());
     let (capabilities, limits) = (context.engine.capabilities(), &context.limits.graph);
-    validate_until(graph, capabilities, limits, size_of, is_cancelled).map_err(invalid)
+    let graph = validate_until(graph, capabilities, limits, size_of, is_cancelled);
+    let graph = graph.map_err(invalid)?.ok_or(EngineError::Cancelled);
+    Ok(graph.map(|graph| graph.with_padded_rows(context.protocol.pads_rows())))
 }
 
 /// Checks the work of each node of a validated graph, and returns the node that takes longest.
@@ -567,6 +626,7 @@ fn longest_node(
     let engine = context.engine;
     let limit = { context.limits.node_time }.unwrap_or(engine.max_node_time());
     let speed = |node: &Node| engine.speed_of(graph, node);
+    let launches = |node: &Node, estimate| engine.launches_of(graph, node, estimate);
     let count = graph.nodes.len();
     let mut longest: Option<LongestNode> = None;
     for first in (0..count).step_by(ENTRIES_PER_QUESTION) {
@@ -574,7 +634,7 @@ fn longest_node(
             return Err(EngineError::Cancelled);
         }
         let nodes = first..count.min(first + ENTRIES_PER_QUESTION);
-        let found = work::check_nodes(graph, nodes, speed, limit)?;
+        let found = work::check_nodes(graph, nodes, speed, launches, limit)?;
         let is_longer =
             |found: &LongestNode| longest.is_none_or(|longest| found.estimate > longest.estimate);
         longest = found.filter(is_longer).or(longest);
@@ -611,13 +671,17 @@ fn compile(
     buffers.sort_unstable();
     buffers.dedup();
     let most = counts.decoded_bytes() + context.engine.compile_bytes(&counts);
-    let mut charge = match context.tenant.charge_host(most, context.engine) {
-        Ok(charge) => charge,
+    // Declared before the plan, so that on an error the plan is freed before they are released.
+    let mut charges = match context.tenant.charge_host(most, context.engine) {
+        Ok(charge) => vec![charge],
         Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
     };
-    let Some(graph) = read(&image.words, context, broken, invalid)? else {
-        let cancelled = EngineError::Cancelled;
-        return Ok(StoredGraph::without_plan(cancelled, image, buffers));
+    if let Err(error) = expect_memory(most) {
+        return Ok(StoredGraph::without_plan(error, image, buffers));
+    }
+    let graph = match read(&image.words, context, broken, invalid)? {
+        Ok(graph) => graph,
+        Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
     };
     let memory: Vec<Arc<dyn Memory>> = graph
         .graph()
@@ -628,6 +692,7 @@ fn compile(
     let (nodes, tokens) = (graph.graph().nodes.len(), tokens(graph.graph()));
     let work = longest_node(graph.graph(), context);
     let longest = work.as_ref().map_or(None, |longest| *longest);
+    expect_unlocked("Engine::compile");
     let mut plan = match work {
         _ if (context.is_cancelled)() => Err(EngineError::Cancelled),
         Ok(_) => { context.engine }.compile(&graph, &memory, context.is_cancelled),
@@ -639,13 +704,21 @@ fn compile(
     }
     let table = size_of_val(buffers.as_slice()) as u64;
     let needed = plan.as_ref().map_or(0, |plan| plan.plan_bytes()) + table;
-    if needed > charge.size() {
-        drop(charge);
-        charge = match context.tenant.charge_host(needed, context.engine) {
-            Ok(charge) => charge,
+    if needed > most {
+        // Added: no other session takes the memory that the plan has.
+        let more = needed - most;
+        match context.tenant.charge_host(more, context.engine) {
+            Ok(more) => charges.push(more),
             Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
-        };
+        }
     }
+    let of_device = match plan.as_ref().map_or(0, |plan| plan.device_bytes()) {
+        0 => None,
+        bytes => match context.tenant.charge_allocated(bytes, context.engine) {
+            Ok(of_device) => Some(of_device),
+            Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
+        },
+    };
     // Copies of tensors are allocated when they are charged.
     if let Ok(of_graph) = &mut plan
         && let Err(error) = of_graph.allocate()
@@ -653,15 +726,12 @@ fn compile(
         plan = Err(error);
     }
     let kept = plan.as_ref().map_or(0, |plan| plan.plan_bytes()) + table;
-    charge.shrink(needed.min(kept));
-    let mut charges = vec![charge];
-    match plan.as_ref().map_or(0, |plan| plan.device_bytes()) {
-        0 => {}
-        bytes => match context.tenant.charge_allocated(bytes, context.engine) {
-            Ok(of_device) => charges.push(of_device),
-            Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
-        },
+    let mut left = needed.min(kept);
+    for charge in &mut charges {
+        charge.shrink(left);
+        left = left.saturating_sub(charge.size());
     }
+    charges.extend(of_device);
     Ok(StoredGraph {
         plan,
         lacks_memory: false,

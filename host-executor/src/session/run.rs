@@ -90,6 +90,7 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
+        cancel_at(link, stop);
         self.outside.begin();
         self.activity.set(ThreadState::FirstMessage);
         let first = receive_first(link, self.limits.hello, stop);
@@ -105,6 +106,7 @@ impl Session {
         stop: &StopFlag,
     ) -> SessionEnd {
         let start = Instant::now();
+        cancel_at(link, stop);
         let end_check = EndCheck::new(link, stop);
         { &self.outside }.begin_with_link(&self.activity, &|| end_check.is_near());
         let end = self.serve(first, link, stop);
@@ -139,6 +141,7 @@ impl Session {
             weights,
             ..
         } = self;
+        expect_unlocked("the end of a session");
         drop(pinned);
         drop(buffers);
         drop(graphs);
@@ -154,7 +157,7 @@ impl Session {
         stop: &StopFlag,
     ) -> SessionEnd {
         self.can_share = self.limits.map_buffers && link.can_share();
-        self.activity.set_window(link.window());
+        self.activity.set_link(link.watch());
         let mut messages = Messages::default();
         let mut first = Some(first);
         loop {
@@ -173,6 +176,7 @@ impl Session {
                     if self.pinned.is_none() {
                         self.activity.set(ThreadState::Pins);
                         let window = link.window().cloned();
+                        expect_unlocked("Engine::pin");
                         self.pinned = Some(window.and_then(|window| self.engine.pin(window)));
                         self.activity.set(ThreadState::Idle);
                     }
@@ -193,7 +197,13 @@ impl Session {
                 answer => self.answer(request, answer, link, &mut messages.outgoing),
             };
             if let Err(end) = outcome {
-                return end;
+                return match end {
+                    // The guest has not taken its replies, and that is not why the session ends.
+                    SessionEnd::Link(LinkError::Cancelled) => {
+                        SessionEnd::asked_by(stop).unwrap_or(end)
+                    }
+                    end => end,
+                };
             }
             link.retire();
             self.activity.retired();
@@ -457,6 +467,12 @@ fn log_end(
     );
 }
 
+/// Once `stop` is set, the link waits for no guest that takes no replies.
+fn cancel_at(link: &mut dyn HostEnd, stop: &StopFlag) {
+    let stop = stop.clone();
+    link.set_cancel(Box::new(move || stop.is_set()));
+}
+
 /// Whether a message is a READ of at least one byte.
 fn is_read(protocol: ProtocolVersion, message: &[u8]) -> bool {
     matches!(Request::decode(protocol, message), Ok(Request::Read { len, .. }) if len > 0)
@@ -483,7 +499,7 @@ pub(crate) fn reject(link: &mut dyn HostEnd, end: &SessionEnd) {
     let mut message = Vec::new();
     // The same bytes in every version: the guest may be one that this host does not speak.
     Reply::Ended { reason }.encode(ProtocolVersion::CURRENT, &mut message);
-    match link.send(&message, 0, &mut |_| {}) {
+    match link.send_last(&message) {
         Ok(()) | Err(LinkError::Closed) => {}
         Err(error) => debug!("the guest cannot be told why its session ends: {error}"),
     }

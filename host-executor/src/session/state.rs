@@ -15,6 +15,7 @@ use super::outside::OutsideWork;
 use super::weights_state::SessionWeights;
 use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
+use crate::host_memory::HostMemory;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
 use crate::log_limit::{GUEST_LINES, LogLimit, SESSION_EVENTS};
@@ -90,7 +91,8 @@ pub(crate) struct SharedParts {
 impl Session {
     /// A session of a guest that has the engine to itself. `id` is for people.
     pub fn new(id: u64, engine: Arc<dyn Engine>, limits: Limits) -> Session {
-        let ledger = Ledger::new(engine.memory().total);
+        let host = HostMemory::new(limits.host_memory, 1);
+        let ledger = Ledger::new(engine.memory().total, host);
         let tenant = Tenant::unnamed(
             new_tenant_id(),
             "-".into(),
@@ -158,8 +160,20 @@ impl Session {
 
     /// The same session, which shares weights with other sessions of `domain`.
     #[must_use]
-    pub fn sharing(mut self, weights: &WeightStore, domain: &str) -> Session {
-        self.weights = SessionWeights::new(weights.for_domain(domain));
+    pub fn sharing(self, weights: &WeightStore, domain: &str) -> Session {
+        self.sharing_as(weights, domain, domain)
+    }
+
+    /// As [`sharing`](Session::sharing). `prover` answers for wrong proofs of contents, in all its
+    /// sessions.
+    #[must_use]
+    pub(crate) fn sharing_as(
+        mut self,
+        weights: &WeightStore,
+        domain: &str,
+        prover: &str,
+    ) -> Session {
+        self.weights = SessionWeights::new(weights.for_domain(domain, prover));
         self
     }
 
@@ -246,6 +260,7 @@ pub(super) fn observe_turn(
         }
         TurnEvent::Ended(times) => {
             activity.end_turn();
+            activity.count_turns(request, times.turns, times.queued);
             count_turn(counters, times);
         }
     }

@@ -23,6 +23,7 @@ use super::weights_state::{
     BufferRange, Challenge, Reserved, SessionWeights, WeightBuffer, counted,
 };
 use crate::activity::ThreadState;
+use crate::lock::expect_unlocked;
 use crate::stop::StopFlag;
 use crate::weights::{ContentKey, LookupResult, MAX_WRONG_PROOFS, Source, WeakSource};
 
@@ -150,6 +151,7 @@ impl Session {
             (Ok(first), Ok(copies)) => (first, copies),
             (Err(error), _) | (_, Err(error)) => return refused(&error.to_string()),
         };
+        expect_unlocked("Engine::alloc_weights");
         let new = match self.engine.alloc_weights(memory) {
             Ok(Some(new)) => new,
             Ok(None) => return refused("this memory cannot be shared"),

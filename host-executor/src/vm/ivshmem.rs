@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::{info, warn};
@@ -15,7 +16,8 @@ use vgpu_transport::link::socket_file::{SocketFile, SocketFileError, bind_stream
 use super::accept::accept_first;
 use super::options::VmOptions;
 use super::stored_files::{names, take_stored};
-use crate::listener::{GuestListener, IncomingGuest, SocketOwner, wait_readable};
+use crate::listener::{GuestListener, IncomingGuest, ListeningSocket, SocketOwner, wait_readable};
+use crate::machine_watch::MachineWatch;
 use crate::service;
 
 /// Listens for one QEMU, and accepts the programs of its virtual machine.
@@ -24,6 +26,8 @@ pub struct IvshmemListener {
     /// Dropped before the socket is closed: the next executor, which waits for the socket, must not
     /// serve the machine while this one does.
     machine: Option<VmWindow>,
+    /// What a dump says of the machine.
+    watch: Arc<MachineWatch>,
     /// The files of a running machine that is not served yet: its programs wait for an answer as
     /// soon as it is.
     stored: Option<ivshmem::Parts>,
@@ -54,6 +58,7 @@ impl IvshmemListener {
             _ => None,
         };
         Ok(IvshmemListener {
+            watch: MachineWatch::new(&options.name),
             options,
             machine: None,
             stored,
@@ -75,7 +80,10 @@ impl IvshmemListener {
         } = parts;
         let bell = VmDoorbell::new(bell, Some(line));
         match VmWindow::new(memory, size, bell, self.options.silence) {
-            Ok(machine) => self.machine = Some(machine),
+            Ok(machine) => {
+                self.watch.set(Some(machine.watch()));
+                self.machine = Some(machine);
+            }
             Err(error) => {
                 let vm = &self.options.name;
                 warn!(vm, "no vGPU for this machine: {error}");
@@ -121,6 +129,7 @@ impl IvshmemListener {
             VmEvent::Gone => {
                 info!(vm = self.options.name, "QEMU has ended");
                 self.machine = None;
+                self.watch.set(None);
                 let names = names(&self.options.name);
                 names.iter().for_each(|name| service::remove(name));
                 Ok(None)
@@ -140,7 +149,14 @@ impl SocketOwner for IvshmemListener {
     }
 }
 
+// It waits for the programs of the machine, too.
+impl ListeningSocket for IvshmemListener {}
+
 impl GuestListener for IvshmemListener {
+    fn machine(&self) -> Option<&Arc<MachineWatch>> {
+        Some(&self.watch)
+    }
+
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         if let Some(parts) = self.stored.take() {
             let size = rustix::fs::fstat(&parts.memory).map_or(0, |stat| stat.st_size as usize);

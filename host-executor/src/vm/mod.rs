@@ -15,7 +15,7 @@ pub use options::{ParseVmError, VmOptions};
 pub use stored_files::{FILES_OF_VM, UnservedMachines};
 pub(crate) use stored_files::{names as stored_names, take_stored};
 #[cfg(feature = "vfio-user")]
-pub use vfio_user::VfioUserListener;
-#[cfg(feature = "vfio-user")]
 #[doc(hidden)]
 pub use vfio_user::fuzzing;
+#[cfg(feature = "vfio-user")]
+pub use vfio_user::{Connections as VfioUserConnections, VfioUserListener};

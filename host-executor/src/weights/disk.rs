@@ -23,6 +23,7 @@ use vgpu_transport::wire::ContentHash;
 
 use super::options::CacheOptions;
 use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
+use crate::size::shown;
 
 /// Bytes that are read or written at once.
 const CHUNK: usize = 256 << 10;
@@ -154,7 +155,13 @@ impl Disk {
         disk.make_room(0);
         let files = disk.index().files.len();
         let bytes = disk.bytes();
-        info!(folder = %disk.folder.display(), files, bytes, limit = size, "weights on disk");
+        info!(
+            folder = %disk.folder.display(),
+            files,
+            size = %shown(bytes),
+            limit = %shown(size),
+            "weights on disk"
+        );
         Ok(disk)
     }
 
@@ -225,7 +232,8 @@ impl Disk {
             Err(error) => {
                 if !self.has_warned.swap(true, Ordering::Relaxed) {
                     let folder = self.folder.display();
-                    warn!("{folder}: {len} bytes of weights cannot be cached: {error}");
+                    let len = shown(len);
+                    warn!("{folder}: {len} of weights cannot be cached: {error}");
                 }
             }
         }

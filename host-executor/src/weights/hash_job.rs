@@ -19,6 +19,8 @@ pub(super) struct Job {
     pub(super) buffer: BufferId,
     pub(super) offset: u64,
     pub(super) extent: Weak<dyn Extent>,
+    /// Bytes of the extent.
+    pub(super) size: u64,
     /// The hash of the bytes so far, once some are hashed: tens of thousands of jobs can wait, and
     /// a hash takes 2 KiB.
     pub(super) hasher: Option<Box<blake3::Hasher>>,
@@ -61,6 +63,7 @@ impl Job {
             buffer,
             offset,
             extent: Arc::downgrade(extent),
+            size: extent.size(),
             hasher: None,
             done: 0,
             inbox: Arc::downgrade(inbox),

@@ -35,5 +35,7 @@ pub(crate) mod uploads;
 pub use disk::CacheError;
 pub(crate) use disk::ContentKey;
 pub use options::{CacheOptions, ParseCacheError, Sharing};
+#[cfg(feature = "server")]
+pub(crate) use store::HashingNow;
 pub(crate) use store::{LookupResult, MAX_WRONG_PROOFS, SessionStore, Source, WeakSource};
 pub use store::{WeightStore, WeightStoreStats};

@@ -21,8 +21,11 @@ use super::hash_queue::HashQueue;
 use super::options::{CacheOptions, Sharing};
 use super::uploads::{self, CandidateExtents, Uploads};
 use crate::lock::{Rank, RankedGuard, RankedMutex};
+#[cfg(feature = "server")]
+use crate::seqlock::text_of;
+use crate::seqlock::{SeqLock, words_of};
 
-/// Wrong proofs of a session, and of a sharing domain in [`PROOF_WINDOW`], after which the store
+/// Wrong proofs of a session, and of a prover in [`PROOF_WINDOW`], after which the store
 /// does not ask for further proofs: the guest has to send its weights.
 pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
 
@@ -30,7 +33,7 @@ pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
 /// computes on the same core.
 const NICE: i32 = 15;
 
-/// How long the wrong proofs of a sharing domain count.
+/// How long the wrong proofs of a prover count.
 const PROOF_WINDOW: Duration = Duration::from_secs(60);
 
 /// The shared weights of one engine. Clones share the store.
@@ -58,10 +61,32 @@ struct Queue {
     has_ended: bool,
 }
 
-/// When the present window of each sharing domain began, and its wrong proofs since.
+/// When the present window of each prover began, and its wrong proofs since.
 type WrongProofs = HashMap<Arc<str>, (Instant, u32)>;
 
+/// The words of what the hashing thread does: since when (0: nothing), bytes done before, bytes of
+/// the extent, and the sharing domain.
+const HASHING: usize = 3 + DOMAIN;
+const DOMAIN: usize = 8;
+
+/// An extent of which the hashing thread hashes a part now.
+#[cfg(feature = "server")]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct HashingNow {
+    /// Whose extent it is.
+    pub(crate) domain: String,
+    /// Bytes that were hashed before this part.
+    pub(crate) done: u64,
+    /// Bytes of the extent.
+    pub(crate) size: u64,
+    /// How long the thread has worked on this part.
+    pub(crate) age: Duration,
+}
+
 struct StoreState {
+    start: Instant,
+    /// What the hashing thread does.
+    hashing: SeqLock<HASHING>,
     sharing: Sharing,
     entries: RankedMutex<Entries>,
     uploads: Uploads,
@@ -126,6 +151,9 @@ pub(crate) enum LookupResult {
 pub(crate) struct SessionStore {
     weights: WeightStore,
     domain: Arc<str>,
+    /// Who answers for wrong proofs, in all its sessions: a tenant, or where an unnamed guest
+    /// connects from.
+    prover: Arc<str>,
     inbox: Arc<Inbox>,
 }
 
@@ -163,6 +191,8 @@ impl WeightStore {
         wrong_proofs: Arc<RankedMutex<WrongProofs>>,
     ) -> io::Result<WeightStore> {
         let shared = Arc::new(StoreState {
+            start: Instant::now(),
+            hashing: SeqLock::default(),
             sharing,
             entries: RankedMutex::new(Rank::Weights, Entries::default()),
             uploads: Uploads::default(),
@@ -212,11 +242,26 @@ impl WeightStore {
         Some(self.shared.queue.try_lock()?.jobs.waiting())
     }
 
-    /// Access for a session of `domain`. `None` if nothing is shared.
-    pub(crate) fn for_domain(&self, domain: &str) -> Option<SessionStore> {
+    /// What the hashing thread does now. Takes no lock. `None`: it waits for work.
+    #[cfg(feature = "server")]
+    pub(crate) fn hashing(&self) -> Option<HashingNow> {
+        let [since, done, size, domain @ ..] = self.shared.hashing.read()?;
+        let since = Duration::from_nanos(since.checked_sub(1)?);
+        Some(HashingNow {
+            domain: text_of(&domain),
+            done,
+            size,
+            age: self.shared.start.elapsed().saturating_sub(since),
+        })
+    }
+
+    /// Access for a session of `domain`, for whose wrong proofs `prover` answers. `None` if nothing
+    /// is shared.
+    pub(crate) fn for_domain(&self, domain: &str, prover: &str) -> Option<SessionStore> {
         (self.shared.sharing != Sharing::Off).then(|| SessionStore {
             weights: self.clone(),
             domain: domain.into(),
+            prover: prover.into(),
             inbox: Arc::default(),
         })
     }
@@ -319,20 +364,20 @@ impl SessionStore {
         }
     }
 
-    /// Whether the sharing domain may prove that it has a content.
+    /// Whether the prover may prove that it has a content.
     pub(crate) fn may_prove(&self, now: Instant) -> bool {
         let wrong = self.weights.shared.wrong_proofs.lock();
-        wrong.get(&self.domain).is_none_or(|&(began, count)| {
+        wrong.get(&self.prover).is_none_or(|&(began, count)| {
             now.saturating_duration_since(began) >= PROOF_WINDOW || count < MAX_WRONG_PROOFS
         })
     }
 
-    /// Counts a wrong proof of the sharing domain.
+    /// Counts a wrong proof of the prover.
     pub(crate) fn count_wrong_proof(&self, now: Instant) {
         let mut wrong = self.weights.shared.wrong_proofs.lock();
         let is_recent = |began: &Instant| now.saturating_duration_since(*began) < PROOF_WINDOW;
         wrong.retain(|_, (began, _)| is_recent(began));
-        wrong.entry(Arc::clone(&self.domain)).or_insert((now, 0)).1 += 1;
+        wrong.entry(Arc::clone(&self.prover)).or_insert((now, 0)).1 += 1;
     }
 
     /// Records that the sharing domain has proven to have a content.
@@ -443,7 +488,9 @@ impl StoreState {
                 continue;
             };
             drop(queue);
+            self.publish(&domain, &job);
             let hashed = self.hash_next(&domain, &mut job);
+            self.hashing.write([0; HASHING]);
             // This may be the last reference to the extent, which must not be dropped under a lock.
             let size = job.extent.upgrade().map_or(0, |extent| extent.size());
             queue = self.queue.lock();
@@ -453,6 +500,15 @@ impl StoreState {
                 queue.jobs.put_back(&domain, left, job);
             }
         }
+    }
+
+    /// Publishes that the hashing thread, which calls this, begins a part of a job.
+    fn publish(&self, domain: &str, job: &Job) {
+        let mut words = [0; HASHING];
+        let since = u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX - 1);
+        words[..3].copy_from_slice(&[since + 1, job.done, job.size]);
+        words[3..].copy_from_slice(&words_of::<DOMAIN>(domain));
+        self.hashing.write(words);
     }
 
     /// Hashes the next bytes of a job, and enters its extent after the last ones.
@@ -580,5 +636,61 @@ mod tests {
             thread::sleep(Duration::from_millis(1));
         }
         drop(store);
+    }
+
+    /// An extent whose first read waits until the test lets it go on.
+    #[cfg(feature = "server")]
+    struct Held {
+        is_reading: std::sync::mpsc::Sender<()>,
+        may_go_on: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
+    }
+
+    #[cfg(feature = "server")]
+    impl Extent for Held {
+        fn size(&self) -> u64 {
+            4096
+        }
+
+        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), vgpu_engine::EngineError> {
+            self.is_reading.send(()).expect("the test waits");
+            let may_go_on = vgpu_transport::lock::lock(&self.may_go_on);
+            // Fails when the test has ended.
+            let _ = may_go_on.recv();
+            Ok(())
+        }
+
+        fn into_any(self: Arc<Self>) -> Arc<dyn std::any::Any + Send + Sync> {
+            self
+        }
+    }
+
+    /// What a dump says of the hashing thread, while the read of a device hangs.
+    #[cfg(feature = "server")]
+    #[test]
+    fn hashing_thread_says_whose_extent_it_hashes_and_since_when() {
+        let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+        assert_eq!(store.hashing(), None);
+        let session = store.for_domain("guest alice", "guest alice").unwrap();
+        let (is_reading, reads) = std::sync::mpsc::channel();
+        let (go_on, may_go_on) = std::sync::mpsc::channel();
+        let held: Arc<dyn Extent> = Arc::new(Held {
+            is_reading,
+            may_go_on: may_go_on.into(),
+        });
+        session.hash_later(BufferId(1), &[(0, Arc::clone(&held))]);
+        reads.recv_timeout(Duration::from_secs(60)).expect("a read");
+        thread::sleep(Duration::from_millis(2));
+        let now = store.hashing().expect("an extent");
+        assert_eq!(
+            (now.domain.as_str(), now.done, now.size),
+            ("guest alice", 0, 4096)
+        );
+        assert!(now.age >= Duration::from_millis(2), "{now:?}");
+        go_on.send(()).unwrap();
+        let begin = Instant::now();
+        while let Some(now) = store.hashing() {
+            assert!(begin.elapsed() < Duration::from_secs(60), "{now:?}");
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 }

@@ -426,6 +426,26 @@ pub(crate) fn wait_for_turns(host: &Host, uid: u32, turns: u64) {
     }
 }
 
+/// In what time a graph ends at the latest that nobody waits for any more, where the processors are
+/// free.
+pub(crate) const PROMPT: Duration = Duration::from_secs(1);
+
+/// The same on a machine that is busy with other programs.
+pub(crate) const LATE: Duration = Duration::from_secs(10);
+
+/// Checks how long the end of something takes, which `once` measures: once in three tries less than
+/// [`PROMPT`], and never [`LATE`].
+pub(crate) fn ends_promptly(what: &str, mut once: impl FnMut() -> Duration) {
+    let mut tries = Vec::new();
+    while tries.len() < 3 && tries.iter().all(|took| *took >= PROMPT) {
+        let took = once();
+        assert!(took < LATE, "{what} ends only after {took:?}");
+        tries.push(took);
+    }
+    let is_prompt = tries.iter().any(|took| *took < PROMPT);
+    assert!(is_prompt, "{what} ends only after {tries:?}");
+}
+
 /// The figures of the session of this user.
 pub(crate) fn stats(host: &Host, uid: u32) -> Stats {
     let sessions = host.server.sessions();

@@ -30,7 +30,24 @@ pub(crate) enum Planted {
     LostMapping,
     /// An allocation leaves a thread behind.
     LostThread,
+    /// An allocation leaves a descriptor behind.
+    LostDescriptor,
+    /// An allocation leaves touched memory of the heap behind.
+    LostHeap,
+    /// An allocation needs memory that is charged to nobody, and gives it back.
+    TransientHeap,
+    /// So does the run of a graph.
+    TransientHeapOfARun,
 }
+
+/// Bytes of the heap that nobody is charged for, beyond what a session of each set-up may need.
+fn transient_heap(setup: &Setup) {
+    let bytes = (64 << 20) + 2 * setup.memory as usize;
+    drop(std::hint::black_box(vec![1u8; bytes]));
+}
+
+/// Bytes of the heap that an allocation leaves behind.
+const LOST_HEAP: usize = 1 << 20;
 
 /// The CPU engine with a fault.
 pub(crate) struct Faulty {
@@ -63,6 +80,7 @@ fn work_for_too_long() {
 struct FaultyPlan {
     inner: Box<dyn Plan>,
     fault: Planted,
+    setup: &'static Setup,
     buffers: Vec<Arc<dyn Memory>>,
 }
 
@@ -121,6 +139,14 @@ impl Engine for Faulty {
                     }
                 });
             }
+            Planted::LostDescriptor => {
+                // It is never closed.
+                std::mem::forget(std::fs::File::open("/dev/null"));
+            }
+            Planted::LostHeap => {
+                std::mem::forget(std::hint::black_box(vec![1u8; LOST_HEAP]));
+            }
+            Planted::TransientHeap => transient_heap(self.setup),
             _ => {}
         }
         Ok(memory)
@@ -150,6 +176,7 @@ impl Engine for Faulty {
         Ok(Box::new(FaultyPlan {
             inner: self.inner.compile(graph, buffers, is_cancelled)?,
             fault: self.fault,
+            setup: self.setup,
             buffers: buffers.to_vec(),
         }))
     }
@@ -160,6 +187,7 @@ impl Plan for FaultyPlan {
         match self.fault {
             Planted::FailedRun => return Err(RunError::OutOfMemory { wanted: 1 }),
             Planted::Panic => panic!("a planted fault"),
+            Planted::TransientHeapOfARun => transient_heap(self.setup),
             _ => {}
         }
         let status = self.inner.launch(turn)?;

@@ -4,8 +4,9 @@ use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex};
 
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
-use vgpu_transport::bytes::Mapped;
+use vgpu_transport::bytes::{Bytes, BytesMut, Mapped};
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+use vgpu_transport::lock;
 
 use super::scripted_engine::ScriptedEngine;
 
@@ -14,7 +15,10 @@ use super::scripted_engine::ScriptedEngine;
 pub(crate) enum Call {
     Memory,
     Alloc,
+    /// Freeing memory of the engine.
+    Free,
     Pin,
+    Compile,
     Launch,
     Wait,
 }
@@ -26,17 +30,23 @@ struct Gate {
     changed: Condvar,
 }
 
+/// The lowest level of the executor's locks.
+const EXECUTOR_LOCKS: usize = 16;
+
 impl Gate {
+    /// Hangs if calls of this kind do. The caller holds no lock of the executor: others would hang
+    /// with the call.
     fn pass(&self, call: Call) {
-        let mut state = self.state.lock().unwrap();
+        lock::expect_unlocked(EXECUTOR_LOCKS, &format!("{call:?}"));
+        let mut state = lock::lock(&self.state);
         if !state.0.contains(&call) {
             return;
         }
         state.1.push(call);
         self.changed.notify_all();
-        state = { &self.changed }
-            .wait_while(state, |state| state.0.contains(&call))
-            .unwrap();
+        while state.0.contains(&call) {
+            state = lock::wait(&self.changed, state);
+        }
         state.1.retain(|&other| other != call);
     }
 }
@@ -57,13 +67,13 @@ impl HangingEngine {
 
     /// From now on, these calls hang.
     pub(crate) fn hang(&self, calls: &[Call]) {
-        self.gate.state.lock().unwrap().0 = calls.to_vec();
+        lock::lock(&self.gate.state).0 = calls.to_vec();
         self.gate.changed.notify_all();
     }
 
     /// Waits until a call of this kind hangs.
     pub(crate) fn wait_until_hanging(&self, call: Call) {
-        let state = self.gate.state.lock().unwrap();
+        let state = lock::lock(&self.gate.state);
         let (state, waited) = { &self.gate.changed }
             .wait_timeout_while(state, super::TIMEOUT, |state| !state.1.contains(&call))
             .unwrap();
@@ -95,7 +105,9 @@ impl Engine for HangingEngine {
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         self.gate.pass(Call::Alloc);
-        self.inner.alloc(size)
+        let memory = self.inner.alloc(size)?;
+        let gate = Arc::clone(&self.gate);
+        Ok(Arc::new(HangingMemory { memory, gate }))
     }
 
     fn allocation_size(&self, size: u64) -> u64 {
@@ -117,9 +129,56 @@ impl Engine for HangingEngine {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
+        self.gate.pass(Call::Compile);
         let plan = self.inner.compile(graph, buffers, is_cancelled)?;
         let gate = Arc::clone(&self.gate);
         Ok(Box::new(HangingPlan { plan, gate }))
+    }
+}
+
+/// Memory that hangs when it is freed.
+struct HangingMemory {
+    memory: Arc<dyn Memory>,
+    gate: Arc<Gate>,
+}
+
+impl Drop for HangingMemory {
+    fn drop(&mut self) {
+        self.gate.pass(Call::Free);
+    }
+}
+
+impl Memory for HangingMemory {
+    fn size(&self) -> u64 {
+        self.memory.size()
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        self.memory.write(offset, data)
+    }
+
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        self.memory.read(offset, out)
+    }
+
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        self.memory.fill(offset, len, value)
+    }
+
+    fn copy_from(
+        &self,
+        offset: u64,
+        src: &dyn Memory,
+        src_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError> {
+        let src = src.as_any().downcast_ref::<HangingMemory>();
+        let src = src.ok_or(EngineError::ForeignMemory)?;
+        { &self.memory }.copy_from(offset, src.memory.as_ref(), src_offset, len)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 

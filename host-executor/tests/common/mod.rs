@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_executor::listener::{GuestListener, IncomingGuest};
+use vgpu_executor::listener::{GuestListener, IncomingGuest, ListeningSocket};
 use vgpu_executor::{Limits, LinkKind, Peer, Process, Server};
 use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
@@ -137,6 +137,8 @@ impl Host {
 }
 
 struct ChannelListener(Receiver<IncomingGuest>);
+
+impl ListeningSocket for ChannelListener {}
 
 impl GuestListener for ChannelListener {
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {

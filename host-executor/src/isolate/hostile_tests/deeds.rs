@@ -69,6 +69,23 @@ fn worker_process() {
             let _ = ipc.send(&claims(honest.clone(), session), None);
             thread::sleep(TIMEOUT);
         }
+        // A report of one byte more than the supervisor reads, which says that all programs have
+        // ended. But for its length it is valid. Then one that says that they go on.
+        "oversized" => {
+            let report = |served| {
+                WorkerMessage::from(WorkerReport {
+                    served,
+                    pending: Vec::new(),
+                    without_session: Vec::new(),
+                    report: honest.clone(),
+                })
+            };
+            let mut packet = serde_json::to_vec(&report(u64::MAX)).expect("JSON");
+            packet.resize(ipc::MAX_PACKET + 1, b' ');
+            let sent = rustix::net::send(&raw, &packet, SendFlags::empty());
+            assert_eq!(sent, Ok(packet.len()));
+            ipc.send(&report(0), None).expect("a report");
+        }
         // All programs have ended, says the worker.
         "ended" => {
             let report = WorkerMessage::from(WorkerReport {

@@ -94,6 +94,7 @@ impl Supervised {
                 overcommit: true,
             },
             max_unnamed: 16,
+            unnamed_programs: 16,
             max_sessions: 16,
         };
         let resources = Resources {

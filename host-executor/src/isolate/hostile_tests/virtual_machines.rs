@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -90,6 +90,51 @@ fn process_of_a_virtual_machine_that_falls_mute_makes_no_progress() {
             "{found:?}"
         );
     }
+    test.shutdown();
+}
+
+/// The supervisor reads a bounded part of a report, and takes nothing from it.
+#[test]
+fn report_without_end_of_the_process_of_a_virtual_machine_is_not_taken() {
+    /// What the supervisor reads, and what a socket takes besides, at most.
+    const READ: usize = 2 << 20;
+    const REPORTS: usize = 3;
+    let mut test = Supervised::new(SOON, &[]);
+    let control = start_machine(&mut test);
+    let engine = Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine"));
+    let server = Server::new(engine, Limits::default(), 1).expect("a thread");
+    let mut report = server.status_handle().report();
+    report.status.engine.turn = Some(5.0);
+    // Spaces behind it would leave it a valid one.
+    let report = serde_json::to_vec(&report).expect("JSON");
+    let (listener, file) = control::bind(&control).expect("a socket");
+    listener.set_nonblocking(false).expect("a socket");
+    let (sender, taken) = mpsc::channel();
+    thread::spawn(move || {
+        let _file = file;
+        for client in listener.incoming() {
+            let mut client = client.expect("a client");
+            let _ = BufReader::new(&client).read_line(&mut String::new());
+            let mut written = client.write(&report).unwrap_or_default();
+            while written <= READ {
+                match client.write(&[b' '; 64 << 10]) {
+                    Ok(bytes) => written += bytes,
+                    Err(_) => break,
+                }
+            }
+            if sender.send(written).is_err() {
+                return;
+            }
+        }
+    });
+    for _ in 0..REPORTS {
+        // A question for each call, at most.
+        let status = test.status();
+        assert_ne!(status.engine.turn, Some(5.0), "the report is taken");
+        let written = taken.recv_timeout(TIMEOUT).expect("a question");
+        assert!(written <= READ, "the supervisor has read {written} bytes");
+    }
+    assert_ne!(test.status().engine.turn, Some(5.0), "the report is taken");
     test.shutdown();
 }
 

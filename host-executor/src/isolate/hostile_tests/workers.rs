@@ -1,6 +1,8 @@
 //! Workers that have been taken over, beside honest ones.
 
 use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_transport::link::unix;
@@ -8,6 +10,7 @@ use vgpu_transport::wire::Reply;
 
 use super::{CHATTY, SOON, Supervised, TIMEOUT, eventually, hello, receive, served};
 use crate::isolate::dump::dump;
+use crate::isolate::state::{SupervisorState, Worker};
 use crate::log_limit::{GUEST_LINES, INTERVAL};
 use crate::status::{Progress, Status};
 
@@ -24,6 +27,44 @@ fn garbage_of_a_worker_affects_only_its_guest() {
     });
     // The guest of the worker is no better off than before.
     assert_eq!(test.processes("a"), 1);
+    test.shutdown();
+}
+
+#[test]
+fn report_of_a_worker_that_is_too_long_is_not_taken() {
+    let mut test = Supervised::new(SOON, &["oversized", "honest"]);
+    let _hostile = test.program("a");
+    let _guest = served(&test.path("b"));
+    eventually("the next report arrives", || {
+        let processes = test.shared().processes();
+        let of_a = |worker: &&Worker| worker.guest.as_deref() == Some("a");
+        let worker = processes.workers.values().find(of_a);
+        let worker = worker.expect("the first report, by which it ends, is taken");
+        let is_open = worker.sessions.len() == 1 && !worker.is_closing;
+        assert!(is_open, "the first report is taken");
+        worker.report.is_some()
+    });
+    eventually("b is shown", || {
+        test.status()
+            .sessions
+            .iter()
+            .any(|session| session.guest == "b")
+    });
+    test.shutdown();
+}
+
+#[test]
+fn a_worker_without_a_program_over_tcp_gets_no_key() {
+    let mut test = Supervised::new(SOON, &["honest"]);
+    let key = tempfile::tempfile().expect("a file");
+    test.shared().processes().set_certificates(key.into());
+    let _guest = served(&test.path("a"));
+    let has_key = |shared: &SupervisorState| {
+        let processes = shared.processes();
+        let workers = processes.workers.values();
+        workers.map(|w| w.has_certificates).collect::<Vec<_>>()
+    };
+    assert_eq!(has_key(test.shared()), [false]);
     test.shutdown();
 }
 
@@ -65,6 +106,45 @@ fn a_dump_has_the_sessions_of_the_workers_and_names_a_worker_that_does_not_answe
     test.shutdown();
 }
 
+/// A thread that hangs keeps the table of processes, before or after a worker is asked.
+#[test]
+fn a_dump_does_not_wait_for_the_table_of_processes() {
+    let mut test = Supervised::new(SOON, &["mute"]);
+    let _hostile = test.program("a");
+    eventually("the worker reports", || {
+        let processes = test.shared().processes();
+        processes.workers.values().all(|w| w.report.is_some())
+    });
+    let handle = test.supervisor.as_ref().expect("it runs").status_handle();
+    let ask = || {
+        let ((sender, text), handle) = (mpsc::channel(), handle.clone());
+        thread::spawn(move || sender.send(handle.dump()));
+        text
+    };
+    let table = test.shared().processes();
+    let text = ask().recv_timeout(TIMEOUT).expect("a dump");
+    let locked = "the table of processes has been locked for 2s";
+    assert!(
+        text.contains(", supervisor ") && text.contains(locked),
+        "{text}"
+    );
+    drop(table);
+
+    let text = ask();
+    let table = loop {
+        let table = test.shared().processes();
+        if table.workers.values().any(Worker::waits_for_dump) {
+            break table;
+        }
+        drop(table);
+        thread::sleep(Duration::from_millis(1));
+    };
+    let text = text.recv_timeout(TIMEOUT).expect("a dump");
+    assert!(text.contains("no answer within 2s; kill -USR1 "), "{text}");
+    drop(table);
+    test.shutdown();
+}
+
 #[test]
 fn main_thread_is_expected_to_run_from_its_handle_on() {
     let mut test = Supervised::new(SOON, &[]);
@@ -93,6 +173,27 @@ fn worker_that_never_reports_is_killed() {
     supervisor.limit_starts(SOON);
     let _program = test.program("a");
     eventually("the worker is killed", || test.processes("a") == 0);
+    test.shutdown();
+}
+
+#[test]
+fn worker_that_falls_silent_is_killed_and_others_are_not() {
+    let mut test = Supervised::new(SOON, &["mute", "honest"]);
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    // Many reports of an honest worker.
+    supervisor.limit_hangs(Duration::from_secs(8));
+    let program = test.program("a");
+    let mut guest = served(&test.path("b"));
+    eventually("the silent worker is killed", || test.processes("a") == 0);
+    assert_eq!(test.processes("b"), 1);
+    assert!(!guest.is_closed());
+    // Its guest is told by the end of the connection.
+    let ended = rustix::net::recv(&program, &mut [0; 8], rustix::net::RecvFlags::empty());
+    assert!(
+        matches!(ended, Ok((0, 0)) | Err(rustix::io::Errno::CONNRESET)),
+        "{ended:?}"
+    );
+    drop(guest);
     test.shutdown();
 }
 

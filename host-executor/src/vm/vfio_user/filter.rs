@@ -9,7 +9,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd as _;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags};
@@ -48,15 +48,6 @@ pub(super) enum MessageError {
     Access { count: usize },
     #[error("command {command} is not supported")]
     Command { command: u16 },
-}
-
-/// A listener on an address that no other process knows, and a connection to it.
-pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
-    // Only the owner can use the folder, which is removed with its content.
-    let folder = tempfile::Builder::new().prefix("vgpu-vfio-").tempdir()?;
-    let path = folder.path().join("s");
-    let listener = UnixListener::bind(&path)?;
-    Ok((UnixStream::connect(&path)?, listener))
 }
 
 /// Passes messages on until one side disconnects or the hypervisor breaks the protocol.

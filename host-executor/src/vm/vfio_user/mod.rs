@@ -6,6 +6,7 @@
 //! [filter] checks every message of the hypervisor first. A hypervisor that gets past the filter
 //! can end only the threads of its own virtual machine.
 
+mod connections;
 mod device;
 mod filter;
 pub mod fuzzing;
@@ -16,6 +17,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -28,7 +30,9 @@ use vgpu_transport::shm::memory::sealed_file;
 
 use super::accept::accept_first;
 use super::options::VmOptions;
-use crate::listener::{GuestListener, IncomingGuest, SocketOwner, wait_readable};
+use crate::listener::{GuestListener, IncomingGuest, ListeningSocket, SocketOwner, wait_readable};
+use crate::machine_watch::MachineWatch;
+pub use connections::Connections;
 use device::{BAR0_SIZE, CONFIG_SIZE, Function};
 
 /// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA (`linux/vfio.h`).
@@ -42,8 +46,13 @@ const INTERRUPTS: u32 = 5;
 pub struct VfioUserListener {
     options: VmOptions,
     machine: Option<VmWindow>,
+    /// What a dump says of the machine.
+    watch: Arc<MachineWatch>,
     listener: UnixListener,
     file: SocketFile,
+    connections: Connections,
+    /// Called once, when no further hypervisor can be served.
+    end: Option<fn()>,
 }
 
 impl VfioUserListener {
@@ -52,13 +61,38 @@ impl VfioUserListener {
     /// # Errors
     /// [`SocketFileError`] if the socket of `options` cannot be bound.
     pub fn open(options: VmOptions) -> Result<VfioUserListener, SocketFileError> {
+        VfioUserListener::with(options, Connections::on_demand(), None)
+    }
+
+    /// As [`open`](VfioUserListener::open), for a process that gives up making sockets: it has
+    /// `connections` for so many hypervisors, one after the other. Calls `end` when the last of
+    /// them has ended, so that another process takes over.
+    ///
+    /// # Errors
+    /// [`SocketFileError`] if the socket of `options` cannot be bound.
+    pub fn open_isolated(
+        options: VmOptions,
+        connections: Connections,
+        end: fn(),
+    ) -> Result<VfioUserListener, SocketFileError> {
+        VfioUserListener::with(options, connections, Some(end))
+    }
+
+    fn with(
+        options: VmOptions,
+        connections: Connections,
+        end: Option<fn()>,
+    ) -> Result<VfioUserListener, SocketFileError> {
         let (path, group) = (&options.socket, options.group.as_deref());
         let (listener, file) = bind_stream_for_group(path, options.mode, group)?;
         Ok(VfioUserListener {
+            watch: MachineWatch::new(&options.name),
             options,
             machine: None,
             listener,
             file,
+            connections,
+            end,
         })
     }
 
@@ -70,18 +104,33 @@ impl VfioUserListener {
     /// Waits up to `timeout` for a hypervisor, and gives it a device, unless the virtual machine
     /// has one.
     fn accept_hypervisor(&mut self, timeout: Duration) -> io::Result<()> {
+        if self.machine.is_none() && self.connections.are_used_up() {
+            // The next process serves a hypervisor that connects.
+            if let Some(end) = self.end.take() {
+                let vm = &self.options.name;
+                info!(
+                    vm,
+                    "no connection is left for another hypervisor: another process takes over"
+                );
+                end();
+            }
+            thread::sleep(timeout);
+            return Ok(());
+        }
         wait_readable(&self.listener, timeout)?;
         let has_device = self.machine.is_some();
         let Some(socket) = accept_first(&self.listener, &self.options, has_device)? else {
             return Ok(());
         };
+        let served = self.serve(socket);
         let vm = &self.options.name;
-        match self.serve(socket) {
+        match served {
             Ok(machine) => {
                 info!(
                     vm,
                     "the hypervisor has connected, window {}", self.options.window
                 );
+                self.watch.set(Some(machine.watch()));
                 self.machine = Some(machine);
             }
             Err(error) => warn!(vm, "no vGPU for this machine: {error}"),
@@ -90,7 +139,7 @@ impl VfioUserListener {
     }
 
     /// Starts the device's threads.
-    fn serve(&self, hypervisor: UnixStream) -> io::Result<VmWindow> {
+    fn serve(&mut self, hypervisor: UnixStream) -> io::Result<VmWindow> {
         let size = self.options.window;
         let memory = sealed_file(size).map_err(io::Error::other)?;
         let bell = new_eventfd().map_err(io::Error::other)?;
@@ -98,7 +147,7 @@ impl VfioUserListener {
         // A copy of the hypervisor's socket: its end is seen at once, and not only when the filter
         // thread has run.
         let hangup_socket = hypervisor.try_clone()?;
-        let (near, listener) = filter::private_listener()?;
+        let (near, listener) = self.connections.take()?;
         let function =
             Function::new(memory.try_clone()?, size, ringer).map_err(io::Error::other)?;
         let file = memory.try_clone()?;
@@ -162,6 +211,7 @@ impl VfioUserListener {
             VmEvent::Gone => {
                 info!(vm = self.options.name, "the hypervisor has ended");
                 self.machine = None;
+                self.watch.set(None);
                 Ok(None)
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
@@ -179,7 +229,14 @@ impl SocketOwner for VfioUserListener {
     }
 }
 
+// It waits for the programs of the machine, too.
+impl ListeningSocket for VfioUserListener {}
+
 impl GuestListener for VfioUserListener {
+    fn machine(&self) -> Option<&Arc<MachineWatch>> {
+        Some(&self.watch)
+    }
+
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         // The hypervisor that has the device may have been killed and started again: its end comes
         // before the connection of the new one.

@@ -9,7 +9,7 @@ const MAX_ATTEMPTS: u32 = 1000;
 
 /// `N` words that are read as they were at one time. There is one writer at a time.
 #[derive(Debug)]
-pub(super) struct SeqLock<const N: usize> {
+pub(crate) struct SeqLock<const N: usize> {
     /// Odd while the words are written.
     version: AtomicU64,
     words: [AtomicU64; N],
@@ -26,7 +26,7 @@ impl<const N: usize> Default for SeqLock<N> {
 
 impl<const N: usize> SeqLock<N> {
     /// Replaces the words. Only one thread may call this at a time; a second one would mix words.
-    pub(super) fn write(&self, words: [u64; N]) {
+    pub(crate) fn write(&self, words: [u64; N]) {
         let version = self.version.load(Ordering::Relaxed);
         self.version
             .store(version.wrapping_add(1), Ordering::Relaxed);
@@ -41,7 +41,7 @@ impl<const N: usize> SeqLock<N> {
 
     /// The words of one call of [`write`](SeqLock::write). `None` if the writer was in the middle
     /// of such a call at every attempt.
-    pub(super) fn read(&self) -> Option<[u64; N]> {
+    pub(crate) fn read(&self) -> Option<[u64; N]> {
         for _ in 0..MAX_ATTEMPTS {
             let before = self.version.load(Ordering::Acquire);
             if before.is_multiple_of(2) {
@@ -59,7 +59,7 @@ impl<const N: usize> SeqLock<N> {
 }
 
 /// `text` as words, cut at a character after at most `8 * N` bytes.
-pub(super) fn words_of<const N: usize>(text: &str) -> [u64; N] {
+pub(crate) fn words_of<const N: usize>(text: &str) -> [u64; N] {
     let mut len = text.len().min(8 * N);
     while !text.is_char_boundary(len) {
         len -= 1;
@@ -72,7 +72,7 @@ pub(super) fn words_of<const N: usize>(text: &str) -> [u64; N] {
 }
 
 /// The opposite of [`words_of`].
-pub(super) fn text_of(words: &[u64]) -> String {
+pub(crate) fn text_of(words: &[u64]) -> String {
     let bytes = words.iter().flat_map(|word| word.to_le_bytes());
     let bytes: Vec<u8> = bytes.take_while(|&byte| byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()

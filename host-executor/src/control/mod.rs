@@ -7,35 +7,32 @@
 //! metrics is: supervisors and commands ask from threads without an asynchronous runtime.
 #![forbid(unsafe_code)]
 
-use std::io::{self, BufRead, BufReader, Read as _, Write as _};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+mod server;
+
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use serde::{Deserialize, Serialize};
-use tracing::{debug, error};
 use vgpu_transport::link::credentials;
-use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
+use vgpu_transport::link::socket_file::connect_stream;
 
 use crate::added_guests::{GuestAnswer, GuestList, GuestRequest};
-use crate::listener::{LOOK_INTERVAL, SocketWatch, wait_readable};
 use crate::operator_request::OperatorRequest;
-use crate::status::{Report, Status, StatusHandle};
+use crate::status::{Report, Status};
 
-/// Permissions of the socket.
-const MODE: u32 = 0o600;
+pub use server::{ControlSocket, bind};
 
 /// How long a client may take to send its command, and to take the answer; and how long an executor
 /// may take to accept a client.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest command in bytes.
-const MAX_COMMAND: u64 = 4096;
+const MAX_COMMAND: usize = 4096;
 
 /// Most bytes of an answer that `vgpu ps` reads. A snapshot has less than 4 KiB for each guest and
 /// session.
@@ -45,14 +42,12 @@ const MAX_ANSWER: usize = 64 << 20;
 /// has taken over may send any number. Such a process has one guest and at most 7 sessions.
 const MAX_REPORT: usize = 256 << 10;
 
-/// Clients that are answered at once. Further clients get a [`Refusal`].
+/// Clients whose commands wait or are carried out at once, dumps apart. Further clients get a
+/// [`Refusal`].
 const MAX_CLIENTS: usize = 16;
 
 /// How long a client waits for an answer: longer than a reload takes.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Pause after a failed accept.
-const ERROR_PAUSE: Duration = Duration::from_secs(1);
 
 /// The outcome of reloading the configuration, or of an [`OperatorRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,132 +129,6 @@ pub struct Actions {
     pub guests: ChangeGuests,
 }
 
-/// Binds the control socket at `path`, without serving anyone. The listener does not block.
-/// Dropping the [`SocketFile`] removes the file.
-///
-/// # Errors
-/// The socket cannot be bound.
-pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-    bind_stream(path, MODE).map_err(io::Error::other)
-}
-
-/// Serves the control socket on threads of its own, for the life of the process. If `file` is
-/// removed meanwhile, listens at its path again. At the end of the process
-/// `socket_file::remove_all` removes the file.
-///
-/// # Errors
-/// No thread can be started.
-pub fn serve(
-    listener: UnixListener,
-    file: SocketFile,
-    status: StatusHandle,
-    actions: Actions,
-) -> io::Result<()> {
-    let actions = Arc::new(actions);
-    thread::Builder::new()
-        .name("vgpu-control".into())
-        .spawn(move || accept(listener, file, &status, &actions))?;
-    Ok(())
-}
-
-/// Accepts clients, and answers each on a thread of its own.
-fn accept(
-    mut listener: UnixListener,
-    mut file: SocketFile,
-    status: &StatusHandle,
-    actions: &Arc<Actions>,
-) {
-    let clients = Arc::new(AtomicUsize::new(0));
-    let mut watch = SocketWatch::default();
-    loop {
-        let client = match wait_readable(&listener, LOOK_INTERVAL) {
-            Ok(true) => listener.accept(),
-            Ok(false) => {
-                if let Some(socket) = watch.look(&mut file) {
-                    listener = socket.into();
-                }
-                continue;
-            }
-            Err(error) => Err(error),
-        };
-        let client = match client {
-            Ok((client, _)) => client,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(error) => {
-                error!("cannot accept a control client, next try in {ERROR_PAUSE:?}: {error}");
-                thread::sleep(ERROR_PAUSE);
-                continue;
-            }
-        };
-        if clients.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
-            clients.fetch_sub(1, Ordering::Relaxed);
-            if let Err(error) = refuse(&client) {
-                debug!("a control client was not told that there are too many: {error}");
-            }
-            continue;
-        }
-        let (status, actions) = (status.clone(), Arc::clone(actions));
-        let count = Arc::clone(&clients);
-        let spawned = thread::Builder::new()
-            .name("vgpu-control-answer".into())
-            .spawn(move || {
-                if let Err(error) = answer(client, &status, &actions) {
-                    debug!("a control client was not answered: {error}");
-                }
-                count.fetch_sub(1, Ordering::Relaxed);
-            });
-        if let Err(error) = spawned {
-            clients.fetch_sub(1, Ordering::Relaxed);
-            error!("no thread for a control client: {error}");
-        }
-    }
-}
-
-/// Tells a client that too many are connected. Does not wait for the client: neither for its
-/// command, nor for room in the socket.
-fn refuse(mut client: &UnixStream) -> io::Result<()> {
-    client.set_nonblocking(true)?;
-    let refusal = Refusal {
-        too_many_clients: MAX_CLIENTS,
-    };
-    let mut answer = serde_json::to_string(&refusal).map_err(io::Error::other)?;
-    answer.push('\n');
-    // Linux keeps the answer for the client after the end of the connection.
-    client.write_all(answer.as_bytes())
-}
-
-fn answer(client: UnixStream, status: &StatusHandle, actions: &Actions) -> io::Result<()> {
-    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
-    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    let mut command = String::new();
-    BufReader::new((&client).take(MAX_COMMAND)).read_line(&mut command)?;
-    let command = command.trim();
-    let answer = match command {
-        "status" => serde_json::to_string(&status.status()),
-        "dump" => serde_json::to_string(&status.dump()),
-        "report" => serde_json::to_string(&status.report()),
-        "reload" => serde_json::to_string(&(actions.reload)()),
-        request => match request.strip_prefix("guests ") {
-            Some(request) => serde_json::to_string(&match serde_json::from_str(request) {
-                Ok(request) => (actions.guests)(request),
-                Err(error) => GuestAnswer::Refused(format!("invalid request: {error}")),
-            }),
-            None => serde_json::to_string(&match serde_json::from_str(request) {
-                Ok(request) => (actions.perform)(request),
-                Err(_) => ReloadOutcome {
-                    ok: false,
-                    message: "unknown command: expected status, dump, reload, guests, or a \
-                              request that this version knows"
-                        .into(),
-                },
-            }),
-        },
-    };
-    let mut answer = answer.map_err(io::Error::other)?;
-    answer.push('\n');
-    (&client).write_all(answer.as_bytes())
-}
-
 /// Asks the executor at `path` for a snapshot.
 ///
 /// # Errors
@@ -276,9 +145,86 @@ pub fn dump(path: &Path) -> Result<String, ControlError> {
     ask(path, "dump", ANSWER_TIMEOUT, MAX_ANSWER)
 }
 
-/// Asks an executor that this process has started for a dump.
-pub(crate) fn dump_of_process(path: &Path, timeout: Duration) -> Result<String, ControlError> {
-    ask(path, "dump", timeout, MAX_REPORT)
+/// Asks processes that this process has started for their dumps: all at once, within `timeout`, and
+/// without a thread for each, whose start may wait for the dynamic linker. Returns each name with
+/// the answer.
+pub(crate) fn dumps_of_processes(
+    processes: Vec<(String, PathBuf)>,
+    timeout: Duration,
+) -> Vec<(String, Result<String, ControlError>)> {
+    let end = Instant::now() + timeout;
+    let mut questions: Vec<_> = processes.into_iter().map(DumpQuestion::new).collect();
+    loop {
+        questions.iter_mut().for_each(DumpQuestion::go_on);
+        let is_open = questions.iter().any(|question| question.outcome.is_none());
+        if !is_open || Instant::now() >= end {
+            break;
+        }
+        thread::sleep(QUESTION_PERIOD);
+    }
+    questions
+        .into_iter()
+        .map(|question| question.end(timeout))
+        .collect()
+}
+
+/// How long [`dumps_of_processes`] waits for one process before it looks at the next one.
+const QUESTION_PERIOD: Duration = Duration::from_millis(1);
+
+/// A process that is asked for its dump.
+struct DumpQuestion {
+    name: String,
+    path: PathBuf,
+    /// Once the command is sent.
+    socket: Option<UnixStream>,
+    answer: Vec<u8>,
+    outcome: Option<Result<String, ControlError>>,
+}
+
+impl DumpQuestion {
+    fn new((name, path): (String, PathBuf)) -> DumpQuestion {
+        DumpQuestion {
+            name,
+            path,
+            socket: None,
+            answer: Vec::new(),
+            outcome: None,
+        }
+    }
+
+    /// Connects if there is no connection yet, and reads what there is of the answer.
+    fn go_on(&mut self) {
+        if self.outcome.is_none() {
+            self.outcome = match self.attempt() {
+                // The queue of the process may have room at the next attempt.
+                Err(ControlError::Late { .. } | ControlError::Busy { .. }) => None,
+                outcome => Some(outcome),
+            };
+        }
+    }
+
+    fn attempt(&mut self) -> Result<String, ControlError> {
+        let socket = match &self.socket {
+            Some(socket) => socket,
+            None => {
+                let socket = send(&self.path, "dump", Duration::ZERO)?;
+                self.socket.insert(socket)
+            }
+        };
+        let deadline = Instant::now() + QUESTION_PERIOD;
+        read_answer(socket, &mut self.answer, deadline, MAX_REPORT)?;
+        parse(&self.answer)
+    }
+
+    /// The name, and the answer that has come within `limit`.
+    fn end(self, limit: Duration) -> (String, Result<String, ControlError>) {
+        let bytes = self.answer.len();
+        let without = match self.socket {
+            Some(_) => ControlError::Late { bytes },
+            None => ControlError::Busy { limit },
+        };
+        (self.name, self.outcome.unwrap_or(Err(without)))
+    }
 }
 
 /// What became of a question.
@@ -454,12 +400,17 @@ fn receive<T: for<'de> Deserialize<'de>>(
 ) -> Result<T, ControlError> {
     let mut answer = Vec::new();
     read_answer(socket, &mut answer, deadline, limit)?;
-    if let Ok(refusal) = serde_json::from_slice::<Refusal>(&answer) {
+    parse(&answer)
+}
+
+/// Reads a complete answer.
+fn parse<T: for<'de> Deserialize<'de>>(answer: &[u8]) -> Result<T, ControlError> {
+    if let Ok(refusal) = serde_json::from_slice::<Refusal>(answer) {
         return Err(ControlError::TooManyClients {
             clients: refusal.too_many_clients,
         });
     }
-    serde_json::from_slice(&answer).map_err(ControlError::Invalid)
+    serde_json::from_slice(answer).map_err(ControlError::Invalid)
 }
 
 /// Connects within `timeout`, and [`CLIENT_TIMEOUT`] at most, and sends a command.
@@ -526,12 +477,12 @@ impl StartingProcess {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Mutex, mpsc};
+    use std::os::unix::net::UnixListener;
 
-    use vgpu_transport::lock::lock;
+    use vgpu_transport::link::socket_file::SocketFile;
 
+    use super::server::refuse;
     use super::*;
-    use crate::status::{DrainStatus, Progress, StatusSource, TenantLatency};
 
     #[test]
     fn answer_that_is_too_long_or_never_ends_is_refused() {
@@ -623,6 +574,47 @@ mod tests {
         assert!(!matches!(error, ControlError::Busy { .. }), "{error}");
     }
 
+    /// One process answers, one does not accept, one does not listen, one answers in part.
+    #[test]
+    fn dumps_of_processes_come_within_one_time_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let (answers, _file) = bind(&path("answers")).unwrap();
+        answers.set_nonblocking(false).unwrap();
+        let (begins, _file) = bind(&path("begins")).unwrap();
+        begins.set_nonblocking(false).unwrap();
+        let (_full, _file, _queued) = full(&path("full"));
+        let (listeners, limit) = ([answers, begins], Duration::from_millis(300));
+        let processes = thread::spawn(move || {
+            let mut clients = listeners.map(|listener| listener.accept().unwrap().0);
+            clients[1].write_all(b"\"part").unwrap();
+            // More than a socket takes.
+            let dump = serde_json::to_vec(&"x".repeat(MAX_REPORT - 10)).unwrap();
+            let [first, second] = &mut clients;
+            first.write_all(&dump).unwrap();
+            first.shutdown(std::net::Shutdown::Both).unwrap();
+            // Until the other side gives up.
+            let _ = second.read_to_end(&mut Vec::new());
+        });
+        let names = ["begins", "full", "none", "answers"];
+        let asked = names.map(|name| (name.to_owned(), path(name)));
+        let answers = dumps_of_processes(asked.into(), limit);
+        assert_eq!(answers.len(), names.len());
+        for ((name, answer), asked) in answers.iter().zip(names) {
+            assert_eq!(name, asked);
+            let is_expected = match asked {
+                "begins" => matches!(answer, Err(ControlError::Late { bytes: 5 })),
+                "full" => matches!(answer, Err(ControlError::Busy { limit: l }) if *l == limit),
+                "none" => matches!(answer, Err(ControlError::Socket(_))),
+                _ => answer
+                    .as_ref()
+                    .is_ok_and(|dump| dump.len() == MAX_REPORT - 10),
+            };
+            assert!(is_expected, "{asked}: {answer:?}");
+        }
+        processes.join().unwrap();
+    }
+
     #[test]
     fn process_that_starts_is_asked_by_one_connection() {
         let folder = tempfile::tempdir().unwrap();
@@ -644,85 +636,6 @@ mod tests {
         assert!(listener.accept().is_ok());
     }
 
-    /// An executor that has only a dump.
-    struct DumpOnly;
-
-    impl StatusSource for DumpOnly {
-        fn status(&self) -> Status {
-            panic!("nobody asks for the status");
-        }
-        fn latencies(&self) -> Vec<TenantLatency> {
-            Vec::new()
-        }
-        fn dump(&self) -> String {
-            "a dump".into()
-        }
-        fn progress(&self) -> Progress {
-            Progress::Runs(String::new())
-        }
-        fn draining(&self) -> Option<DrainStatus> {
-            None
-        }
-    }
-
-    #[test]
-    fn client_too_many_is_told_so_at_once() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("control.sock");
-        let (listener, file) = bind(&path).unwrap();
-        // A reload takes as long as the test wants.
-        let (end, ends) = mpsc::channel::<()>();
-        let ends = Mutex::new(ends);
-        let outcome = || ReloadOutcome {
-            ok: true,
-            message: "reloaded".into(),
-        };
-        let actions = Actions {
-            reload: Box::new(move || {
-                let _ = lock(&ends).recv();
-                outcome()
-            }),
-            perform: Box::new(move |_| outcome()),
-            guests: Box::new(|_| GuestAnswer::Refused("no guests".into())),
-        };
-        let status = StatusHandle::new(Arc::new(DumpOnly));
-        serve(listener, file, status, actions).unwrap();
-        let timeout = Duration::from_secs(60);
-        let connect = || send(&path, "reload", timeout).unwrap();
-        let clients: Vec<_> = (0..MAX_CLIENTS).map(|_| connect()).collect();
-        let error = dump(&path).unwrap_err();
-        let is_expected = matches!(
-            error,
-            ControlError::TooManyClients {
-                clients: MAX_CLIENTS
-            }
-        );
-        assert!(is_expected, "{error}");
-        // One that sends nothing, and reads nothing, delays nobody.
-        let silent = connect_stream(&path, Instant::now() + timeout).unwrap();
-        let error = dump(&path).unwrap_err();
-        assert!(
-            matches!(error, ControlError::TooManyClients { .. }),
-            "{error}"
-        );
-        drop(silent);
-
-        drop(end);
-        for client in clients {
-            let answer: ReloadOutcome =
-                receive(&client, Instant::now() + timeout, MAX_ANSWER).unwrap();
-            assert_eq!(answer, outcome());
-        }
-        // The thread of a client ends after its answer.
-        let deadline = Instant::now() + timeout;
-        loop {
-            match dump(&path) {
-                Ok(text) => break assert_eq!(text, "a dump"),
-                Err(error) => assert!(Instant::now() < deadline, "{error}"),
-            }
-        }
-    }
-
     #[test]
     fn refusal_is_read_whether_the_command_was_sent_before_or_after_it() {
         for is_sent_before in [true, false] {
@@ -730,7 +643,7 @@ mod tests {
             if is_sent_before {
                 send_command(&ours, "dump").unwrap();
             }
-            refuse(&theirs).unwrap();
+            refuse(&theirs, MAX_CLIENTS).unwrap();
             drop(theirs);
             if !is_sent_before {
                 send_command(&ours, "dump").unwrap();
@@ -746,7 +659,7 @@ mod tests {
         while (&theirs).write(&[0; 4096]).is_ok() {}
         while (&theirs).write(&[0]).is_ok() {}
         theirs.set_nonblocking(false).unwrap();
-        let error = refuse(&theirs).unwrap_err();
+        let error = refuse(&theirs, MAX_CLIENTS).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     }
 }
