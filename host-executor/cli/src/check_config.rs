@@ -12,6 +12,7 @@ use serde_json::json;
 use vgpu_cpu::Threads;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 use vgpu_executor::engine::{self, EngineList, Selection};
+use vgpu_executor::size::shown;
 
 use crate::engine_probe;
 use crate::output;
@@ -142,9 +143,11 @@ fn summary(settings: &Settings, checked: &Checked) -> String {
         memory,
     } = checked;
     let mut text = format!(
-        "valid: {}, {} named guests, {promised} bytes of {memory} reserved",
+        "valid: {}, {} named guests, {} of {} reserved",
         engine_text(&settings.engines, &selection.names(), device),
-        settings.guests.len()
+        settings.guests.len(),
+        shown(promised),
+        shown(*memory)
     );
     if let Some(gpu) = &selection.unused_gpu {
         text.push_str(&format!("\nnot used: {gpu}"));

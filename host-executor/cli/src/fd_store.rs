@@ -5,8 +5,9 @@
 //! virtual machine, another process has to keep the machine's memory, its doorbell and the socket
 //! to its QEMU. This process does so with systemd's protocol: it receives file descriptors by
 //! `NOTIFY_SOCKET` and `FDSTORE`, passes these on by `LISTEN_FDS`, and starts the executor again
-//! when the executor has died.
+//! when the executor has died, or has fallen silent (`WATCHDOG_USEC`).
 
+use std::cell::Cell;
 use std::io::ErrorKind;
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
@@ -17,17 +18,23 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use clap::Parser;
 use command_fds::{CommandFdExt as _, FdMapping};
+use rustix::fs::FileType;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 use tracing::Level;
-use vgpu_executor::isolate::FileSupervisor;
-use vgpu_executor::{log_queue, raise_descriptors};
+use vgpu_executor::isolate::{ALIVE_PERIOD, FileSupervisor};
+use vgpu_executor::{HangFinding, HangWatch, log_queue, raise_descriptors, sandbox, service};
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
+use crate::child_status;
 use crate::own_program::{OWN_PROGRAM, check_supervisor};
 use crate::runtime_dir;
+
+/// An executor that has said that it runs, and does not for so long, hangs and is killed: as in the
+/// units of the package (`WatchdogSec=`).
+const WATCHDOG: Duration = Duration::from_secs(60);
 
 /// Most file descriptors that are kept: three per virtual machine.
 const MAX_FDS: usize = 1024;
@@ -65,6 +72,10 @@ pub(crate) struct Args {
     #[arg(long, hide = true, value_name = "VERSION", require_equals = true)]
     supervised: Option<String>,
 
+    /// Seconds after which an executor that has fallen silent is killed
+    #[arg(long, hide = true, value_name = "SECONDS", default_value_t = WATCHDOG.as_secs())]
+    watchdog: u64,
+
     /// The command: vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
@@ -82,11 +93,18 @@ pub(crate) struct ExecArgs {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    child_status::keep().context("the exit statuses of executors")?;
+    // The files are those of all virtual machines: no other process of the user may open them in
+    // /proc.
+    sandbox::hide().context("the stored files cannot be kept from other processes")?;
     let mut signals = ReceivedSignals::catch()?;
     log_queue::start().context("no thread for the log")?;
     // Each file needs a descriptor here, and one of the same number in the executor, which inherits
     // the limit.
     raise_descriptors();
+    // If the user is root, the executor has its capabilities again when it starts, for the groups
+    // of its sockets: so no `no_new_privs` here.
+    sandbox::drop_current_capabilities().context("the capabilities of this process")?;
     let (supervisor, mut stored) = match &args.supervised {
         Some(version) => {
             check_supervisor("fd-store", Some(version))?;
@@ -98,9 +116,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let socket = NotifySocket::open(supervisor)?;
     let mut pause = MIN_PAUSE;
+    let mut executor = Executor::new(Duration::from_secs(args.watchdog));
     loop {
         let started = Instant::now();
-        let mut child = match start(&args.command, &socket, &stored) {
+        let mut child = match start(args, &socket, &stored) {
             Ok(child) => child,
             // A mistake in the command.
             Err(error) if stored.is_empty() => return Err(error),
@@ -115,7 +134,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                         pause.as_millis()
                     ),
                 );
-                match socket.rest(0, pause, &mut stored, &mut signals) {
+                executor.end();
+                match socket.rest(&mut executor, pause, &mut stored, &mut signals) {
                     true => return Ok(()),
                     false => continue,
                 }
@@ -125,8 +145,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Level::INFO,
             &format!("pid {} runs {}", child.id(), args.command.join(" ")),
         );
+        executor.begin(child.id());
         let status = loop {
-            socket.receive(child.id(), &mut stored);
+            socket.receive(&mut executor, &mut stored);
+            if signals.take_dump_request() {
+                log_state(&executor, &stored);
+            }
+            if executor.hangs(signals.is_told()) {
+                let _ = child.kill();
+            }
             for signal in signals.take() {
                 // The child has not been waited for, so the pid is its own.
                 let _ = kill_process(Pid::from_child(&child), signal);
@@ -140,18 +167,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             }
             match child.try_wait() {
                 Ok(None) => {}
-                Ok(Some(status)) => break status,
-                // Nothing but this process waits for its child: the kernel knows the child.
-                Err(error) if stored.is_empty() => {
-                    return Err(error).context("waiting for the executor");
-                }
+                Ok(Some(status)) => break Some(status),
+                // There is no such child any more. The stored files are for the next one.
                 Err(error) => {
-                    log(Level::ERROR, &format!("waiting for the executor: {error}"));
-                    std::thread::sleep(POLL_INTERVAL);
+                    log(Level::WARN, &format!("waiting for the executor: {error}"));
+                    break None;
                 }
             }
         };
-        match after(status.success(), signals.is_told(), stored.len()) {
+        let is_success = status.is_some_and(|status| status.success());
+        let status = status.map_or("an unknown status".to_owned(), |status| status.to_string());
+        match after(is_success, signals.is_told(), stored.len()) {
             After::End => return Ok(()),
             After::Fail => return Err(anyhow!("{} ended with {status}", args.command[0])),
             After::Restart => {}
@@ -172,9 +198,116 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 pause.as_millis()
             ),
         );
-        if socket.rest(child.id(), pause, &mut stored, &mut signals) {
+        executor.watch = None;
+        if socket.rest(&mut executor, pause, &mut stored, &mut signals) {
             return Ok(());
         }
+    }
+}
+
+/// The executor, as this process sees it.
+struct Executor {
+    /// The silence after which it hangs.
+    limit: Duration,
+    /// 0: there is none.
+    pid: u32,
+    since: Option<Instant>,
+    /// How many were started.
+    starts: u64,
+    /// Once the executor has said that it runs.
+    watch: Option<HangWatch>,
+}
+
+impl Executor {
+    /// None yet.
+    fn new(limit: Duration) -> Executor {
+        Executor {
+            limit,
+            pid: 0,
+            since: None,
+            starts: 0,
+            watch: None,
+        }
+    }
+
+    /// The executor has been started.
+    fn begin(&mut self, pid: u32) {
+        (self.pid, self.since, self.watch) = (pid, Some(Instant::now()), None);
+        self.starts += 1;
+    }
+
+    /// There is none.
+    fn end(&mut self) {
+        (self.pid, self.since, self.watch) = (0, None, None);
+    }
+
+    /// The executor says that it runs.
+    fn alive(&mut self) {
+        let limit = Some(self.limit);
+        let watch = self.watch.get_or_insert_with(|| HangWatch::new(limit));
+        watch.reported();
+    }
+
+    /// Whether the executor is to be killed, because it has fallen silent. An executor that was
+    /// told to end need not say any more that it runs.
+    fn hangs(&mut self, is_told: bool) -> bool {
+        let found = self.watch.as_mut().and_then(HangWatch::look);
+        match found {
+            None => false,
+            _ if is_told => false,
+            Some(HangFinding::Notice(silent)) => {
+                let line = format!("pid {} has not run for {silent:.0?}", self.pid);
+                log(Level::WARN, &line);
+                false
+            }
+            Some(HangFinding::Hangs(silent)) => {
+                let line = format!(
+                    "pid {} has not run for {silent:.0?}, and is killed: the next executor gets \
+                     the files",
+                    self.pid
+                );
+                log(Level::ERROR, &line);
+                self.watch = None;
+                true
+            }
+        }
+    }
+}
+
+/// What this process does, for people.
+fn state(executor: &Executor, stored: &[(String, OwnedFd)]) -> String {
+    let names: Vec<&str> = stored.iter().map(|(name, _)| name.as_str()).collect();
+    let files = match names[..] {
+        [] => "no files".into(),
+        _ => format!("{} files: {}", names.len(), names.join(", ")),
+    };
+    let runs = match executor.since {
+        Some(since) => format!(
+            "executor {}, start {}, {:.1?} ago",
+            executor.pid,
+            executor.starts,
+            since.elapsed()
+        ),
+        None => "no executor runs".into(),
+    };
+    format!(
+        "vgpu fd-store, process {}: {runs}; keeps {files}",
+        std::process::id()
+    )
+}
+
+fn log_state(executor: &Executor, stored: &[(String, OwnedFd)]) {
+    log_queue::write_line(Level::INFO, &format!("dump: {}", state(executor, stored)));
+}
+
+/// Writes the state into the pipe of an executor that asks. A guest may have taken it over: what is
+/// no pipe could make this process wait.
+fn answer(pipe: &OwnedFd, state: &str) {
+    let is_pipe = rustix::fs::fstat(pipe)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo);
+    if is_pipe && rustix::io::ioctl_fionbio(pipe, true).is_ok() {
+        // What does not fit is left out.
+        let _ = rustix::io::write(pipe, state.as_bytes());
     }
 }
 
@@ -185,19 +318,29 @@ struct ReceivedSignals {
     told: Option<Instant>,
     /// When the executor is killed: this process was told twice to end.
     kill_at: Option<Instant>,
+    /// Somebody has asked for the state of this process.
+    is_dump_wanted: bool,
 }
 
 impl ReceivedSignals {
-    /// Catches the signals from now on. SIGUSR1 asks the executor for a dump. This signal and
-    /// SIGQUIT, sent to all processes of a unit or a terminal, must not end a process that keeps
-    /// files. No signal is ignored: the executor would inherit that.
+    /// Catches the signals from now on. SIGUSR1 asks for a dump of this process, since the executor
+    /// may be one that SIGUSR1 ends. This signal and SIGQUIT, sent to all processes of a unit or a
+    /// terminal, must not end a process that keeps files. No signal is ignored: the executor would
+    /// inherit that.
     fn catch() -> anyhow::Result<ReceivedSignals> {
         let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1]);
         Ok(ReceivedSignals {
             signals: signals.context("signals cannot be caught")?,
             told: None,
             kill_at: None,
+            is_dump_wanted: false,
         })
+    }
+
+    /// Whether SIGUSR1 has come since the last call, as of the last call of
+    /// [`take`](ReceivedSignals::take).
+    fn take_dump_request(&mut self) -> bool {
+        std::mem::take(&mut self.is_dump_wanted)
     }
 
     /// The signals since the last call that the executor is to receive, too.
@@ -214,6 +357,7 @@ impl ReceivedSignals {
                     signals.push(Signal::TERM);
                 }
                 SIGHUP => signals.push(Signal::HUP),
+                SIGUSR1 => self.is_dump_wanted = true,
                 _ => {}
             }
         }
@@ -262,7 +406,7 @@ fn log(level: Level, line: &str) {
 }
 
 fn start(
-    command: &[String],
+    args: &Args,
     socket: &NotifySocket,
     stored: &[(String, OwnedFd)],
 ) -> anyhow::Result<Child> {
@@ -286,10 +430,12 @@ fn start(
         exec.stdin(Stdio::null());
     }
     exec.arg("--")
-        .args(command)
+        .args(&args.command)
         .env("NOTIFY_SOCKET", socket.folder.path().join("notify"))
+        .env("WATCHDOG_USEC", (args.watchdog * 1_000_000).to_string())
+        .env(service::FD_STORE_PID, std::process::id().to_string())
         .spawn()
-        .with_context(|| format!("starting {}", command[0]))
+        .with_context(|| format!("starting {}", args.command[0]))
 }
 
 pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
@@ -308,6 +454,7 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
     let error = command
         .args(&args.command[1..])
         .env("LISTEN_PID", std::process::id().to_string())
+        .env("WATCHDOG_PID", std::process::id().to_string())
         .env("LISTEN_FDS", args.fd_names.len().to_string())
         .env("FDSTORE", MAX_FDS.to_string())
         .exec();
@@ -319,8 +466,10 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
 struct NotifySocket {
     socket: UnixDatagram,
     folder: TempDir,
-    /// Told of changes.
+    /// Told of changes, and that this process runs.
     supervisor: Option<FileSupervisor>,
+    /// When the supervisor was told last that this process runs.
+    told: Cell<Option<Instant>>,
 }
 
 impl NotifySocket {
@@ -337,14 +486,25 @@ impl NotifySocket {
             socket,
             folder,
             supervisor,
+            told: Cell::new(None),
         })
+    }
+
+    /// Tells the supervisor, if there is one, that this process runs, with this executor.
+    fn alive(&self, executor: u32) {
+        let is_due = { self.told.get() }.is_none_or(|told| told.elapsed() >= ALIVE_PERIOD);
+        if let (Some(supervisor), true) = (&self.supervisor, is_due) {
+            self.told.set(Some(Instant::now()));
+            // A supervisor that does not read is told again.
+            let _ = supervisor.alive(executor);
+        }
     }
 
     /// Waits for `pause`, or until this process is told to end, and receives what the dead executor
     /// has sent. Returns whether this process is to end.
     fn rest(
         &self,
-        executor: u32,
+        executor: &mut Executor,
         pause: Duration,
         stored: &mut Vec<(String, OwnedFd)>,
         signals: &mut ReceivedSignals,
@@ -353,6 +513,9 @@ impl NotifySocket {
         loop {
             // The next executor reads the configuration again, so no SIGHUP is kept for it.
             signals.take();
+            if signals.take_dump_request() {
+                log_state(executor, stored);
+            }
             if signals.is_told() || Instant::now() >= until {
                 return signals.is_told();
             }
@@ -362,7 +525,8 @@ impl NotifySocket {
 
     /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor`
     /// has sent it. A failure is logged: it must not end a process that keeps file descriptors.
-    fn receive(&self, executor: u32, stored: &mut Vec<(String, OwnedFd)>) {
+    fn receive(&self, executor: &mut Executor, stored: &mut Vec<(String, OwnedFd)>) {
+        self.alive(executor.pid);
         let mut bytes = [0; 4096];
         let got = match credentials::receive(&self.socket, &mut bytes) {
             Ok(got) => got,
@@ -380,9 +544,22 @@ impl NotifySocket {
                 return;
             }
         };
-        match is_from(executor, got.sender) {
+        match is_from(executor.pid, got.sender) {
             true => {
                 let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
+                for line in text.lines() {
+                    match line {
+                        "READY=1" | "WATCHDOG=1" => executor.alive(),
+                        "STOPPING=1" => executor.watch = None,
+                        _ => {}
+                    }
+                }
+                if text == service::FD_STORE_QUESTION {
+                    if let Some(pipe) = &got.file {
+                        answer(pipe, &state(executor, stored));
+                    }
+                    return;
+                }
                 if let Some(change) = apply(&text, got.file, stored) {
                     self.report(&change, stored);
                 }
@@ -390,8 +567,8 @@ impl NotifySocket {
             false => log(
                 Level::WARN,
                 &format!(
-                    "a message of another process than pid {executor} is ignored: {:?}",
-                    got.sender
+                    "a message of another process than pid {} is ignored: {:?}",
+                    executor.pid, got.sender
                 ),
             ),
         }
@@ -478,12 +655,14 @@ mod tests {
         let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
         let mut stored = Vec::new();
-        let mut send = |executor: u32| {
+        let mut send = |pid: u32| {
             let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
             let text = b"FDSTORE=1\nFDNAME=a\n";
             vgpu_transport::link::scm_rights::send_to(&sender, &address, text, &[file.as_fd()])
                 .unwrap();
-            socket.receive(executor, &mut stored);
+            let mut executor = Executor::new(WATCHDOG);
+            executor.begin(pid);
+            socket.receive(&mut executor, &mut stored);
             stored.len()
         };
         // To the store of another executor, this process is any process of the user.

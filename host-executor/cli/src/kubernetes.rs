@@ -20,7 +20,8 @@ use crate::serve;
 /// Gives the containers of Kubernetes the executor of their node: a device plugin of the kubelet.
 ///
 /// The resource vgpu.dev/gpu is a seat: a container with one is a guest of the executor. The
-/// resource vgpu.dev/memory is a number of slices of device memory, the quota of that guest. The
+/// resource vgpu.dev/memory is a number of slices of device memory, the quota of that guest, and
+/// vgpu.dev/weight its share of the device's time beside others (1 without the resource). The
 /// container gets libggml-vgpu.so, a socket of its own, and the environment to find both. The
 /// executor has a control socket that this user may use. Ends on SIGTERM and SIGINT; containers
 /// keep the executor.
@@ -50,6 +51,10 @@ pub(crate) struct Args {
     /// Copies this file to the path of --plugin first, unless the same bytes are there
     #[arg(long, value_name = "FILE")]
     install_plugin: Option<PathBuf>,
+
+    /// Where the kernel says which NUMA node a GPU is near
+    #[arg(long, value_name = "FOLDER", default_value = "/sys", hide = true)]
+    sysfs: PathBuf,
 
     /// Containers that may use the executor at once
     #[arg(long, value_name = "N", default_value_t = 32)]
@@ -95,6 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         kubelet: args.kubelet,
         sockets: args.sockets,
         plugin: args.plugin,
+        sysfs: args.sysfs,
         seats: args.seats,
         slice: args.slice,
         interval: seconds("interval", args.interval)?,

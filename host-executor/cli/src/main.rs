@@ -9,6 +9,7 @@ mod bench;
 #[cfg(feature = "tools")]
 mod cert;
 mod check_config;
+mod child_status;
 mod config_error;
 mod control_client;
 mod doctor;

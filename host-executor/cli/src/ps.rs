@@ -32,24 +32,50 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The tables of guests and sessions. The column of the guests is as wide as the longest name.
+/// The columns of a terminal that nobody has made wider.
+const TERMINAL: usize = 80;
+
+/// Rows of cells below each other. Each column is as wide as its longest cell. `is_text`: which
+/// columns begin at the same place, and do not end there.
+fn aligned(rows: &[Vec<String>], is_text: &[usize]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> = { row.iter().zip(&widths).enumerate() }
+            .map(|(column, (cell, &width))| match is_text.contains(&column) {
+                true => format!("{cell:<width$}"),
+                false => format!("{cell:>width$}"),
+            })
+            .collect();
+        text.push_str(cells.join(" ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// The tables of guests and sessions.
 fn table(status: &Status) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
     for (device, engine) in status.engines().enumerate() {
-        let _ = write!(
-            text,
-            "{}: {}, {} of {} used by guests, other {}",
-            engine.name,
-            engine.description,
+        let name = format!("{}: {}", engine.name, engine.description);
+        let mut figures = format!(
+            "{} of {} used by guests, other {}",
             size(status.memory_of_guests(device)),
             size(engine.memory_total),
             size(status.memory_of_others(device)),
         );
-        let _ = match device {
-            0 => writeln!(text, ", up {}", duration(status.uptime)),
-            _ => writeln!(text),
-        };
+        if device == 0 {
+            figures += &format!(", up {}", duration(status.uptime));
+        }
+        let is_long = name.chars().count() + figures.chars().count() + 2 > TERMINAL;
+        let between = if is_long { "\n    " } else { ", " };
+        let _ = writeln!(text, "{name}{between}{figures}");
     }
     for engine in status.engines() {
         if let Some(on_cpu) = engine.fallback.as_ref().and_then(on_cpu) {
@@ -68,73 +94,180 @@ fn table(status: &Status) -> String {
             let _ = writeln!(text, "warning: a figure of the GPU is missing: {reason}");
         }
     }
-    let names = status.guests.iter().map(|guest| &guest.name);
-    let names = names.chain(status.sessions.iter().map(|session| &session.guest));
-    let width = names.map(|name| name.chars().count()).max().unwrap_or(0);
-    let width = width.max("GUEST".len());
-    let _ = writeln!(
-        text,
-        "\n{:<width$} {:>6} {:>5} {:>10} {:>10} {:>10} {:>5} {:>8} {:>8} {:>8}",
-        "GUEST", "WEIGHT", "PROGS", "MEMORY", "QUOTA", "GRAPHS", "BATCH", "RUN", "QUEUED", "FAILED"
-    );
-    for guest in &status.guests {
+    let _ = write!(text, "\n{}\n{}", guests(status), sessions(status));
+    text
+}
+
+/// A heading as a row.
+fn heading(names: &[&str]) -> Vec<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+fn guests(status: &Status) -> String {
+    let mut rows = vec![heading(&[
+        "GUEST", "WEIGHT", "PROGS", "MEMORY", "QUOTA", "GRAPHS", "BATCH", "RUN", "QUEUED", "FAILED",
+    ])];
+    rows.extend(status.guests.iter().map(|guest| {
         let GuestStatus { usage, .. } = guest;
-        let _ = writeln!(
-            text,
-            "{:<width$} {:>6} {:>5} {:>10} {:>10} {:>10} {:>5} {:>8} {:>8} {:>8}",
-            guest.name,
-            guest.weight,
-            guest.sessions,
+        vec![
+            guest.name.clone(),
+            guest.weight.to_string(),
+            guest.sessions.to_string(),
             size(usage.memory),
             { guest.quota }.map_or_else(|| "-".into(), |_| size(status.memory_for(guest))),
-            usage.graphs,
+            usage.graphs.to_string(),
             mean_batch(usage.batch_members as f64, usage.turns as f64),
             duration(usage.busy),
             duration(usage.queued),
-            usage.failures,
-        );
-    }
-    // With one device, nobody asks which it is.
-    let engines = status.engines().map(|engine| engine.name.chars().count());
-    let column = match status.has_several_engines() {
-        true => engines.max().unwrap_or(0).max("ENGINE".len()) + 1,
-        false => 0,
-    };
-    let engine_title = if column > 0 { " ENGINE" } else { "" };
-    let _ = writeln!(
-        text,
-        "\n{:>5} {:<width$}{engine_title:<column$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  PROGRAM",
-        "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS", "PROTO"
-    );
-    for session in &status.sessions {
+            usage.failures.to_string(),
+        ]
+    }));
+    aligned(&rows, &[0])
+}
+
+fn sessions(status: &Status) -> String {
+    let mut rows = vec![heading(&[
+        "ID", "GUEST", "ENGINE", "PID", "UID", "AGE", "MEMORY", "GRAPHS", "PROTO", "PROGRAM",
+    ])];
+    let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
+    rows.extend(status.sessions.iter().map(|session| {
         let SessionStatus { usage, .. } = session;
-        let engine = match column {
-            0 => String::new(),
-            _ => format!(" {}", status.engine_of(session)),
-        };
-        let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
-        let _ = writeln!(
-            text,
-            "{:>5} {:<width$}{engine:<column$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  {}",
-            session.id,
-            session.guest,
+        vec![
+            session.id.to_string(),
+            session.guest.clone(),
+            status.engine_of(session).to_owned(),
             number(session.pid.map(i64::from)),
             number(session.uid.map(i64::from)),
             duration(session.age),
             size(usage.memory),
-            usage.graphs,
+            usage.graphs.to_string(),
             number(session.protocol.map(i64::from)),
-            session.program.as_deref().unwrap_or("(before HELLO)"),
-        );
+            { session.program.as_deref() }
+                .unwrap_or("(before HELLO)")
+                .to_owned(),
+        ]
+    }));
+    // With one device, nobody asks which it is.
+    const ENGINE: usize = 2;
+    if !status.has_several_engines() {
+        for row in &mut rows {
+            row.remove(ENGINE);
+        }
+        return aligned(&rows, &[1, 8]);
     }
-    text
+    aligned(&rows, &[1, ENGINE, 9])
 }
 
 #[cfg(test)]
 mod tests {
-    use vgpu_executor::status::{EngineStatus, FallbackStatus, SessionEnds};
+    use vgpu_executor::status::{EngineStatus, FallbackStatus, SessionEnds, Usage};
 
     use super::*;
+
+    /// Figures as a host of virtual machines and containers has them after weeks.
+    #[test]
+    fn tables_fit_a_terminal_of_80_columns() {
+        let guest = |name: &str, memory, quota: Option<u64>| GuestStatus {
+            name: name.into(),
+            weight: 100,
+            quota,
+            sessions: 12,
+            usage: Usage {
+                memory,
+                graphs: 123_456_789,
+                turns: 100,
+                batch_members: 123,
+                busy: 86_400.0 * 40.0,
+                queued: 86_400.0 * 100.0,
+                failures: 4711,
+                ..Usage::default()
+            },
+            by_device: Vec::new(),
+            devices: Vec::new(),
+        };
+        let session = |id, guest: &str, program: &str| SessionStatus {
+            id,
+            guest: guest.into(),
+            device: 0,
+            endpoint: String::new(),
+            program: Some(program.into()),
+            pid: Some(4_194_303),
+            uid: Some(1000),
+            age: 86_400.0 * 40.0,
+            protocol: Some(4),
+            usage: Usage {
+                memory: 1_073_000_000,
+                graphs: 123_456_789,
+                ..Usage::default()
+            },
+        };
+        let mut status = Status {
+            version: "1".into(),
+            uptime: 86_400.0 * 40.0,
+            engine: EngineStatus {
+                name: "cuda:0".into(),
+                description: "NVIDIA RTX PRO 6000 Blackwell Server Edition, 188 SMs".into(),
+                memory_total: 96 << 30,
+                ..EngineStatus::default()
+            },
+            further_engines: Vec::new(),
+            draining: None,
+            guests: vec![
+                guest("uid:1000", 1_073_000_000, Some(24 << 30)),
+                guest("vm1", 23 << 30, None),
+            ],
+            sessions: vec![
+                session(123_456, "uid:1000", "llama-server"),
+                session(2, "vm1", "ollama"),
+            ],
+            ended: SessionEnds::default(),
+        };
+        let text = table(&status);
+        for line in text.lines() {
+            assert!(line.chars().count() <= TERMINAL, "{line}\n{text}");
+        }
+        assert!(
+            text.contains("188 SMs\n    24.0 GiB of 96.0 GiB used"),
+            "{text}"
+        );
+        // Words begin, and numbers end, where those of their column do.
+        let lines: Vec<&str> = text.lines().collect();
+        let at = |heading: &str| {
+            let place = lines.iter().position(|line| line.contains(heading));
+            place.expect("a heading")
+        };
+        let (guests, sessions) = (at("QUOTA"), at("PROGRAM"));
+        let end = lines[guests].find("QUOTA").expect("it is there") + "QUOTA".len();
+        assert!(lines[guests + 1][..end].ends_with(" 24.0 GiB"), "{text}");
+        assert!(lines[guests + 2][..end].ends_with(" -"), "{text}");
+        let start = lines[sessions].find("PROGRAM").expect("it is there");
+        assert_eq!(&lines[sessions + 1][start..], "llama-server", "{text}");
+        assert_eq!(&lines[sessions + 2][start..], "ollama", "{text}");
+        assert!(!text.contains("ENGINE"), "{text}");
+        status.further_engines.push(status.engine.clone());
+        status.sessions[1].device = 1;
+        assert!(table(&status).contains("GUEST    ENGINE     PID"));
+    }
+
+    #[test]
+    fn gpu_that_is_not_used_is_a_warning() {
+        let mut status = Status {
+            version: "1".into(),
+            uptime: 1.0,
+            engine: EngineStatus::default(),
+            further_engines: Vec::new(),
+            draining: None,
+            guests: Vec::new(),
+            sessions: Vec::new(),
+            ended: SessionEnds::default(),
+        };
+        assert!(!table(&status).contains("warning"));
+        let gpu = "0000:01:00.0 (NVIDIA, 10de:2204) is not used: no driver";
+        status.engine.unused_gpu = Some(gpu.into());
+        let text = table(&status);
+        let line = format!("warning: the GPU {gpu}");
+        assert!(text.lines().any(|it| it == line), "{text}");
+    }
 
     #[test]
     fn engine_that_leaves_nodes_to_the_cpu_engine_has_a_line_of_80_columns() {

@@ -11,7 +11,7 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use certified::{cert, cert_ok, certify, forge, info, openssl, port};
+use certified::{cert, cert_ok, certify, forge, forge_until, info, openssl, port};
 use common::{Guest, TIMEOUT};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
@@ -408,6 +408,46 @@ fn revoke_at_a_reload(isolate: &[&str]) {
     end(serving);
     let refused = said(&cert(&["renew", &folder, "bob"]));
     assert!(refused.contains("is revoked"), "{refused}");
+}
+
+/// An open session goes on beyond the end of its certificate, until a reload.
+#[test]
+fn certificate_that_expires_while_its_session_runs_counts_at_a_reload() {
+    let scratch = Scratch::new("cert-expires");
+    let keys = scratch.path().join("keys");
+    certify(&keys, "host", "gpu1", &["--address", "127.0.0.1"]);
+    certify(&keys, "guest", "bob", &[]);
+    let control = scratch.path().join("control.sock").display().to_string();
+    let port = port();
+    let serving = serve(&scratch, port, &keys.join("gpu1"), &["--control", &control]);
+    let mut bob = connect(port, &keys.join("bob"));
+    bob.hello();
+    // Time enough to connect on a busy machine.
+    let valid_until = SystemTime::now() + Duration::from_secs(12);
+    let alice_keys = forge_until(&keys, "guest", "alice", 2020, valid_until);
+    let mut alice = connect(port, &alice_keys);
+    alice.hello();
+    while SystemTime::now() < valid_until + Duration::from_secs(1) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let memory = |guest: &mut Guest| guest.ask(&Request::Memory {});
+    assert!(matches!(memory(&mut alice), Reply::Memory { .. }), "open");
+    let address = format!("127.0.0.1:{port}");
+    let again = openssl(&["s_client", "-connect", &address], &alice_keys);
+    let text = alert_of(again);
+    assert!(text.contains("certificate expired"), "{text}");
+    let reload = vgpu(&["reload", "--control", &control]).output();
+    let reload = reload.expect("it starts");
+    assert!(reload.status.success(), "{}", said(&reload));
+    let reason = alice.ended();
+    assert!(
+        reason.contains("no longer serves this guest: the certificate of alice expired on "),
+        "{reason}"
+    );
+    assert!(matches!(memory(&mut bob), Reply::Memory { .. }));
+    let log = end(serving);
+    let ended = "the session is ended: the certificate of alice expired on ";
+    assert!(log.contains(ended), "{log}");
 }
 
 #[test]

@@ -119,7 +119,7 @@ fn certificate_selects_the_quota_of_a_guest() {
         panic!("{refused:?}");
     };
     assert!(
-        reason.contains("6291456 bytes wanted, 5242880 of 20971520 free"),
+        reason.contains("6.0 MiB wanted, 5.0 MiB of 20.0 MiB free"),
         "{reason}"
     );
     // A listener of one guest accepts only certificates of that guest.

@@ -536,7 +536,7 @@ fn put_on_disk(guest: &mut Guest, folder: &Path, content: &[u8]) {
     }
 }
 
-/// The complete files of a cache.
+/// The complete files of a cache: a file has a temporary name until it is written and synced.
 fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut files = Vec::new();
@@ -546,7 +546,7 @@ fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
         };
         if metadata.is_dir() {
             files.extend(self::files(&entry.path()));
-        } else if metadata.len() >= 4 * MIN_EXTENT {
+        } else if !entry.file_name().as_encoded_bytes().starts_with(b"new-") {
             files.push((entry.path(), metadata.len()));
         }
     }

@@ -17,6 +17,7 @@ use common::TIMEOUT;
 use rustix::process::geteuid;
 use served::program::copy_program;
 use served::{Scratch, Serve, vgpu};
+use vgpu_executor::status::Status;
 use vgpu_executor::{Violation, control};
 use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::HostEnd as _;
@@ -717,6 +718,125 @@ fn an_executor_that_does_not_answer_its_control_socket() {
         "{}",
         said.text
     );
+    drop(serve);
+}
+
+/// Answers the next question on a control socket with this status.
+fn answer(listener: &UnixListener, status: &Status) {
+    for client in listener.incoming() {
+        let mut client = client.expect("a client");
+        // The executor, which looks whether somebody listens in its place.
+        if client.read(&mut [0; 64]).is_ok_and(|bytes| bytes == 0) {
+            continue;
+        }
+        let text = serde_json::to_string(status).expect("JSON");
+        client.write_all(text.as_bytes()).expect("it reads");
+        break;
+    }
+}
+
+/// An executor that works, and says that it leaves a GPU unused.
+#[test]
+fn a_gpu_that_the_executor_does_not_use() {
+    let machine = Machine::host("unused", "engine.kind = \"auto\"\n");
+    let control = machine.path("run/vgpu/control.sock");
+    fs::create_dir_all(machine.path("run/vgpu")).expect("a folder");
+    let path = control.to_str().expect("text");
+    let serve = Serve::start(&machine.path(SOCKET), &["--control", path]);
+    let mut status = control::status(&control).expect("an answer");
+    fs::remove_file(&control).expect("it is there");
+    let listener = UnixListener::bind(&control).expect("a socket");
+    let mut doctor = |unused: Option<&str>, command: &mut Command| {
+        status.engine.unused_gpu = unused.map(str::to_owned);
+        thread::scope(|scope| {
+            scope.spawn(|| answer(&listener, &status));
+            machine.run(command, &[])
+        })
+    };
+    let said = doctor(None, &mut vgpu(&[]));
+    assert_eq!(said.last(), "This machine can use a vGPU.", "{}", said.text);
+
+    let nvidia = "0000:01:00.0 (NVIDIA, 10de:2204) is not used: a kernel is wrong";
+    let said = doctor(Some(nvidia), &mut vgpu(&[]));
+    assert!(has(&said, "FAIL gpu the GPU", nvidia), "{}", said.text);
+    assert_eq!(said.last(), "next: vgpu gpu-check --compare-only");
+    assert!(!said.is_well);
+    let old = "cuda:1 (Tesla T4) is not used: Tesla T4 has compute capability 7.5; 8.0 or newer is \
+               needed";
+    let said = doctor(Some(old), &mut vgpu(&[]));
+    assert!(has(&said, "FAIL gpu the GPU", old), "{}", said.text);
+    let file = machine.path("etc/vgpu/vgpu.toml");
+    let next = format!(
+        "sudoedit {}, and there: engine.kind = \"ggml\"",
+        file.display()
+    );
+    assert_eq!(said.last(), format!("next: {next}"));
+    assert!(!said.is_well);
+    // An executor that started before the driver was installed.
+    let libraries = vgpu_driver_standin::folder().expect("the library");
+    let standin = |faults: &str| {
+        let mut command = vgpu(&[]);
+        command
+            .env("LD_LIBRARY_PATH", &libraries)
+            .env("VGPU_STANDIN_SMS", "3")
+            .env("VGPU_STANDIN_FAULTS", faults)
+            // No folder, so that the kernels are not checked at the start.
+            .env("VGPU_CACHE", "/dev/null");
+        command
+    };
+    let said = doctor(Some(nvidia), &mut standin(""));
+    assert!(
+        has(&said, "ok config", "engine auto, here cuda:0")
+            && has(
+                &said,
+                "FAIL executor the GPU",
+                "one that starts now uses it"
+            ),
+        "{}",
+        said.text
+    );
+    assert_eq!(said.last(), "next: end vgpu serve, and start it again");
+    // One that would start now does not use it either: see `check-config`.
+    let said = doctor(None, &mut standin("cuCtxCreate:*:OUT_OF_MEMORY"));
+    let words = "the GPU cuda:0 (NVIDIA L4) is not used: ";
+    assert!(has(&said, "FAIL gpu", words), "{}", said.text);
+    assert_eq!(said.last(), "next: vgpu gpu-check --compare-only");
+    assert!(!said.is_well);
+
+    // Of an integrated GPU nobody expects much.
+    let other = "0000:00:02.0 (Intel, 8086:9a49) is not used: there is no backend library of ggml";
+    let said = doctor(Some(other), &mut vgpu(&[]));
+    assert!(
+        has(&said, "note gpu the GPU", other) && has(&said, "note gpu", "--engine ggml"),
+        "{}",
+        said.text
+    );
+    assert_eq!(said.last(), "This machine can use a vGPU.", "{}", said.text);
+    assert!(said.is_well);
+
+    // A card that the configuration leaves out, and one that it wants.
+    machine.card(Some("nvidia"));
+    machine.write("etc/vgpu/vgpu.toml", "engine.kind = \"cpu\"\n");
+    let said = doctor(None, &mut vgpu(&[]));
+    let words = "has engine.kind = \"cpu\"; \"auto\" uses the GPU";
+    assert!(has(&said, "note gpu 0000:01:00.0", words), "{}", said.text);
+    assert!(said.is_well, "{}", said.text);
+    machine.write("etc/vgpu/vgpu.toml", "engine.kind = \"auto\"\n");
+    machine.libcuda("", 12_040, 0);
+    let said = doctor(None, &mut vgpu(&[]));
+    for (part, words) in [
+        (
+            "FAIL gpu 0000:01:00.0",
+            "is not used: the engine cpu is chosen",
+        ),
+        (
+            "FAIL executor 0000:01:00.0",
+            "the executor was started with the engine cpu",
+        ),
+    ] {
+        assert!(has(&said, part, words), "{}", said.text);
+    }
+    assert!(!said.is_well);
     drop(serve);
 }
 

@@ -220,6 +220,46 @@ fn computed(site: &Site, device: u32) -> Guest {
     guest
 }
 
+/// `auto` on a machine whose GPU the CUDA engine cannot use.
+#[test]
+fn gpu_that_is_not_used_is_a_warning_everywhere() {
+    let small = ["--threads=1", "--memory=64M"];
+    let sites: [(&str, &[&str]); 2] = [
+        ("gpu-unused", &[]),
+        ("gpu-unused-isolate", &["--isolate", "--guest-memory=16M"]),
+    ];
+    for (name, more) in sites {
+        let asked = StandinOptions {
+            engine: "auto",
+            faults: "cuCtxCreate:*:OUT_OF_MEMORY",
+            more: &[&small, more].concat(),
+        };
+        let site = Site::start(name, asked);
+        let status: Value = serde_json::from_str(&site.ps(&["--json"])).expect("JSON");
+        assert_eq!(status["engine"]["name"], "cpu", "{name}: {status:#}");
+        let gpu = status["engine"]["unused_gpu"].as_str();
+        let gpu = gpu.unwrap_or_else(|| panic!("{name}: {status:#}"));
+        let start = "cuda:0 (NVIDIA L4) is not used: ";
+        assert!(
+            gpu.starts_with(start) && gpu.contains("cuCtxCreate"),
+            "{gpu}"
+        );
+        let text = site.ps(&[]);
+        let line = format!("\nwarning: the GPU {gpu}\n");
+        assert!(text.contains(&line), "{name}: {text}");
+        let page = site.get("/");
+        let line = format!("<p class=\"warning\">The GPU {start}");
+        assert!(page.contains(&line), "{name}: {page}");
+        site.serve.signal(rustix::process::Signal::TERM);
+        let (_, log) = site.serve.wait();
+        let line = format!("auto: the engine cpu; the GPU {start}");
+        let warned = log
+            .lines()
+            .any(|it| it.contains("WARN") && it.contains(&line));
+        assert!(warned, "{name}: {log}");
+    }
+}
+
 #[test]
 fn figures_of_the_gpu_are_shown() {
     let site = Site::start("gpu-figures", PLAIN);

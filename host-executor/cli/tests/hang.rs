@@ -13,7 +13,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Build, Guest, TIMEOUT};
+use common::{Build, Guest, TIMEOUT, add, bytes};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::{Op, PoolKind, Shape, Type};
@@ -248,26 +248,10 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
         return;
     };
     let mut other = hanging.serve.guest(&scratch.socket());
+    let number = other.alloc_with(&bytes(&[3.0]));
+    other.graph(GraphId(1), &add(1, number, number, number));
     other.fence();
-    let dump = run(&["dump", "--control", &control]);
-    println!("{dump}");
-    for part in [
-        "turn: session 1 (guest uid:",
-        "program test",
-        "graph 1 of 1 nodes, node 0 (POOL_2D) takes longest by estimate",
-        "session 2 (guest uid:",
-        "waits for the guest's next request",
-        "link: requests put",
-    ] {
-        assert!(dump.contains(part), "{part:?} is not in:\n{dump}");
-    }
-    // The documentation has such a dump.
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/troubleshooting.md");
-    let page = fs::read_to_string(page).expect("a page");
-    let documented = page.split_once("$ vgpu dump\n").expect("a transcript").1;
-    let documented = documented.split("```").next().unwrap_or_default();
-    let shapes = |text: &str| text.lines().map(shape).collect::<Vec<_>>();
-    assert_eq!(shapes(documented), shapes(&dump), "{dump}");
+    other.submit(GraphId(1));
     assert!(run(&["ps", "--control", &control]).contains("test"));
     let mut scrape = UnixStream::connect(&metrics).expect("metrics");
     scrape
@@ -278,10 +262,22 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     assert!(text.contains("vgpu_turn_age_seconds"), "{text}");
     // After 10 s, the watchdog takes it for an engine that hangs.
     let health = first_ill_health(&metrics);
-    assert!(
-        health.contains(" 503 ") && health.contains("the engine hangs: session 1"),
-        "{health}"
-    );
+    let (head, health) = health.split_once("\r\n\r\n").expect("a head");
+    assert!(head.contains(" 503 "), "{head}");
+    assert!(health.contains("the engine hangs: session 1"), "{health}");
+    let dump = run(&["dump", "--control", &control]);
+    println!("{dump}\n{health}");
+    for part in [
+        "turn: session 1 (guest uid:",
+        "program test",
+        "graph 1 of 1 nodes, node 0 (POOL_2D) takes longest by estimate; 1 wait for it",
+        "session 2 (guest uid:",
+        "waits for the engine, request 6 (SUBMIT), for",
+        "; session 1 has it; 6 requests received, 5 done",
+        "link: requests put",
+    ] {
+        assert!(dump.contains(part), "{part:?} is not in:\n{dump}");
+    }
     let killed = vgpu(&["kill", "1", "--wait", "1s", "--control", &control]).output();
     let killed = killed.expect("the command starts");
     let said = String::from_utf8_lossy(&killed.stderr);
@@ -298,6 +294,146 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     assert_eq!(status.code(), Some(1), "{log}");
     assert!(log.contains("dump: turn: session 1"), "{log}");
     assert!(log.contains("1 sessions do not end"), "{log}");
+    let warning = { log.lines() }
+        .find_map(|line| Some(line.split_once("has had the engine without a pause")?.1))
+        .unwrap_or_else(|| panic!("no warning in:\n{log}"));
+    println!("{warning}");
+
+    // The documentation has all three.
+    let shapes = |text: &str| text.lines().map(shape).collect::<Vec<_>>();
+    assert_eq!(shapes(&documented("$ vgpu dump")), shapes(&dump), "{dump}");
+    let page = documented("$ curl --unix-socket /run/vgpu/metrics.sock http://localhost/healthz");
+    assert_eq!(shapes(page.trim_end()), shapes(health.trim_end()));
+    let page = documented("$ journalctl --unit vgpu --grep \"without a pause\" --output cat");
+    let page = page.split_once("has had the engine without a pause");
+    assert_eq!(shape(page.expect("a line").1.trim_end()), shape(warning));
+    // A turn of an engine that does not hang is over long before.
+    let turn = documented("$ vgpu dump");
+    let age = turn.split_once(" has the engine for ").expect("a turn").1;
+    let age: f64 = { age.split_once("s,") }
+        .and_then(|(age, _)| age.parse().ok())
+        .expect("a turn of some seconds");
+    assert!(age > 10.0, "{age}");
+}
+
+/// What the transcript of docs/troubleshooting.md has below a command, up to the next one.
+fn documented(command: &str) -> String {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/troubleshooting.md");
+    let page = fs::read_to_string(page).expect("a page");
+    let text = page.split_once(&format!("{command}\n"));
+    let text = text.unwrap_or_else(|| panic!("no {command}")).1;
+    let end = ["\n$ ", "```"].map(|end| text.find(end).unwrap_or(text.len()));
+    let [next, over] = end;
+    let end = if next < over { next + 1 } else { over };
+    text[..end].to_owned()
+}
+
+/// 16 commands wait for a main thread that hangs, and further ones are refused. A dump is answered.
+#[test]
+fn dump_is_answered_while_all_other_commands_wait_for_the_main_thread() {
+    let scratch = Scratch::new("hang-main");
+    let control = scratch.path().join("control.sock").display().to_string();
+    let more = ["--no-sandbox", "--control", &control];
+    let serve = Serve::start(&scratch.socket(), &more);
+    let Some(stopped) = StoppedThread::stop(serve.child.id(), "vgpu") else {
+        assert!(std::env::var_os("CI").is_none(), "{NO_PTRACE}");
+        println!("skipped: {NO_PTRACE}");
+        return;
+    };
+    let reloads: Vec<_> = (0..16)
+        .map(|_| {
+            let mut socket = UnixStream::connect(&control).expect("a socket");
+            socket.write_all(b"reload\n").expect("a command");
+            socket
+        })
+        .collect();
+    let refused = vgpu(&["ps", "--control", &control]).output();
+    let refused = refused.expect("the command starts");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(
+        said.contains("16 clients of the control socket wait"),
+        "{said}"
+    );
+    let dump = run(&["dump", "--control", &control]);
+    assert!(dump.contains("engine cpu: "), "{dump}");
+    drop(stopped);
+    for mut socket in reloads {
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).expect("an answer");
+        assert!(answer.contains("\"ok\":"), "{answer}");
+    }
+    serve.signal(Signal::TERM);
+    serve.wait();
+}
+
+/// A graph of hours takes turns of 0.1 s, and the graph of another program waits behind it or takes
+/// turns, too. The log says of both that they last.
+#[test]
+fn requests_that_last_are_in_the_log_although_they_take_turns() {
+    let scratch = Scratch::new("long-requests");
+    let control = scratch.path().join("control.sock").display().to_string();
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let fixed = [
+        "serve",
+        "--listen",
+        &endpoint,
+        "--threads",
+        "1",
+        "--memory",
+        "1G",
+    ];
+    let more = ["--max-node-time", "4000000000", "--control", &control];
+    let serve = Serve::of(vgpu(&[&fixed[..], &more[..]].concat()));
+    let mut guests = [0; 2].map(|_| serve.guest(&scratch.socket()));
+    guests.iter_mut().for_each(compute_forever);
+    let start = Instant::now();
+    // Longer than 10 s, at which the log has the first lines.
+    thread::sleep(Duration::from_secs(13));
+    let dump = run(&["dump", "--control", &control]);
+    let lines: Vec<&str> = dump
+        .lines()
+        .filter(|line| line.contains("(SUBMIT)"))
+        .collect();
+    let lines: Vec<_> = lines
+        .into_iter()
+        .filter(|line| line.starts_with("  "))
+        .collect();
+    assert_eq!(lines.len(), 2, "{dump}");
+    let mut with_turns = 0;
+    for line in lines {
+        let (_, request) = line.split_once("; request for ").expect("an age");
+        let age = request
+            .split_once("s, ")
+            .and_then(|(age, _)| age.parse::<f64>().ok());
+        let age = age.unwrap_or_else(|| panic!("{line}"));
+        assert!(
+            (12.0..=start.elapsed().as_secs_f64() + 60.0).contains(&age),
+            "{line}"
+        );
+        let has_turns = !request.contains(" 0 turns over");
+        with_turns += usize::from(has_turns);
+        let queued = request.split_once("queued for ").expect("a time").1;
+        let queued = queued
+            .split_once("s;")
+            .and_then(|(time, _)| time.parse::<f64>().ok());
+        assert!(
+            has_turns || queued.is_some_and(|queued| queued >= 12.0),
+            "{line}"
+        );
+    }
+    assert!(with_turns > 0, "{dump}");
+    serve.signal(Signal::TERM);
+    let (_, log) = serve.wait();
+    for session in ["session 1 (guest", "session 2 (guest"] {
+        let is_of =
+            |line: &&str| line.contains(session) && line.contains("turns of which are over");
+        let line = log.lines().find(is_of);
+        let line = line.unwrap_or_else(|| panic!("no line about {session}:\n{log}"));
+        assert!(
+            line.contains(" WARN ") && line.contains("(SUBMIT)"),
+            "{line}"
+        );
+    }
 }
 
 /// What `/healthz` answers.
@@ -545,26 +681,35 @@ fn hanging_engine(scratch: &Scratch) -> String {
     format!("ggml:{}", at("libggml-hang.so").display())
 }
 
+/// `vgpu serve`, whose engine is being loaded by a driver that hangs.
+#[cfg(feature = "ggml")]
+fn loading(scratch: &Scratch, more: &[&str]) -> Serve {
+    let engine = hanging_engine(scratch);
+    let mark = scratch.path().join("mark");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let fixed = ["serve", "--listen", &endpoint, "--engine", &engine];
+    let of_engine = ["--trust-guests", "--max-turn-time", "0"];
+    let mut command = vgpu(&[&fixed[..], &of_engine[..], more].concat());
+    let child = command.env("HANG_MARK", &mark).spawn();
+    let start = Instant::now();
+    while !mark.exists() {
+        assert!(start.elapsed() < TIMEOUT, "the driver is not loaded");
+        thread::sleep(Duration::from_millis(5));
+    }
+    Serve {
+        child: child.expect("the command starts"),
+        ready: String::new(),
+    }
+}
+
 /// A signal does not wait for an engine that starts, and the socket does not stay. The dynamic
 /// linker's lock is taken meanwhile.
 #[test]
 #[cfg(feature = "ggml")]
 fn sigterm_does_not_wait_for_an_engine_that_starts() {
     let scratch = Scratch::new("hang-sigterm");
-    let engine = hanging_engine(&scratch);
-    let (socket, mark) = (scratch.socket(), scratch.path().join("mark"));
-    let endpoint = format!("unix:{}", socket.display());
-    let fixed = ["serve", "--listen", &endpoint, "--engine", &engine];
-    let more = ["--trust-guests", "--max-turn-time", "0"];
-    let mut command = vgpu(&[&fixed[..], &more[..]].concat());
-    let child = command.env("HANG_MARK", &mark).spawn();
-    let (child, ready) = (child.expect("the command starts"), String::new());
-    let serve = Serve { child, ready };
-    let start = Instant::now();
-    while !mark.exists() {
-        assert!(start.elapsed() < TIMEOUT, "the driver is not loaded");
-        thread::sleep(Duration::from_millis(5));
-    }
+    let socket = scratch.socket();
+    let serve = loading(&scratch, &[]);
     assert!(socket.exists());
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
@@ -572,6 +717,32 @@ fn sigterm_does_not_wait_for_an_engine_that_starts() {
     let line = "INFO SIGTERM received before anybody is served: ending";
     assert!(log.contains(line), "{log}");
     assert!(!socket.exists(), "the socket stays");
+}
+
+/// The driver holds the lock of the dynamic linker for ever. A dump says what starts, and SIGUSR1
+/// writes the same into the log.
+#[test]
+#[cfg(feature = "ggml")]
+fn dumps_name_the_engine_that_starts() {
+    let scratch = Scratch::new("hang-dump");
+    let control = scratch.path().join("control.sock").display().to_string();
+    // Whatever the log shows.
+    let serve = loading(&scratch, &["--control", &control, "--log", "error"]);
+    // One that waits for the executor keeps none from a dump.
+    let mut waits = UnixStream::connect(&control).expect("a socket");
+    waits.write_all(b"status\n").expect("a command");
+    let library = scratch.path().join("libggml-hang.so");
+    let line = format!("start: the engine ggml:{} starts, for ", library.display());
+    for _ in 0..2 {
+        let dump = run(&["dump", "--control", &control]);
+        assert!(dump.contains(&line), "{dump}");
+    }
+    serve.signal(Signal::USR1);
+    thread::sleep(Duration::from_millis(300));
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(log.contains(&format!("INFO dump: {line}")), "{log}");
 }
 
 /// The same of a supervisor that tries engines. The process that it tries one in ends with it.

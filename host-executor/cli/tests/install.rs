@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 const NEEDED: &str = "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name \
-                      ggml_glu_op_name ggml_type_name";
+                      ggml_glu_op_name ggml_type_name ggml_nbytes";
 const SERIES: &str = "0.20-0.25 (API 2), 0.26 (API 3)";
 
 /// A file system with an Ollama and its service, and a plugin beside it.

@@ -212,7 +212,10 @@ fn the_kernel_ends_only_the_worker_that_writes_to_memory_that_is_gone() {
     const LIMIT: u64 = 128 << 20;
     const BUFFER: u64 = 32 << 20;
     let Some(group) = MemoryGroup::new("killed", BEFORE) else {
-        println!("skipped: no control group that counts memory can be made here");
+        // Where the tests run for each change, there is one.
+        let why = "no control group that counts memory can be made here";
+        assert!(std::env::var_os("CI").is_none(), "{why}");
+        println!("NOT TESTED, which worker the kernel ends: {why}. Root may make one");
         return;
     };
     println!(

@@ -5,7 +5,8 @@ mod common;
 mod kubelet;
 mod served;
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -21,9 +22,9 @@ use vgpu_executor::added_guests::{AddedGuest, GuestList, GuestRequest};
 use vgpu_executor::status::{GuestStatus, Status};
 use vgpu_executor::{GuestChange, OperatorRequest, Quota, control};
 use vgpu_kubernetes::api::device_plugin::{DevicePluginOptions, RegisterRequest, VERSION};
-use vgpu_kubernetes::{MEMORY, SEAT};
+use vgpu_kubernetes::{MEMORY, SEAT, WEIGHT};
 use vgpu_transport::link::unix::connect;
-use vgpu_transport::wire::GraphId;
+use vgpu_transport::wire::{DeviceCount, DeviceIndex, GraphId, Offer, Reply, Request};
 
 /// Bytes of the executor's memory, and of a slice.
 const MEMORY_BYTES: u64 = 64 << 20;
@@ -34,6 +35,12 @@ const SLICES: usize = (MEMORY_BYTES / SLICE) as usize;
 
 /// The seats of the node.
 const SEATS: usize = 8;
+
+/// The weights of the node.
+const WEIGHTS: usize = 1000;
+
+/// What a program is told whose guest is gone.
+const REMOVED: &str = "the host has removed this guest, and ends its sessions";
 
 /// A process that ends with the test.
 struct Process(Child);
@@ -98,6 +105,8 @@ impl Node {
             .arg(at("libggml-vgpu.so"))
             .args(["--seats", &SEATS.to_string(), "--slice", "1M"])
             .args(["--pod", OWN_POD])
+            .arg("--sysfs")
+            .arg(at("sysfs"))
             .stdout(Stdio::null())
             .stderr(Stdio::inherit());
         command
@@ -111,6 +120,7 @@ impl Node {
     fn wait_until_healthy(&self) {
         self.kubelet.wait_for_devices(SEAT, SEATS, 0);
         self.kubelet.wait_for_devices(MEMORY, SLICES, 0);
+        self.kubelet.wait_for_devices(WEIGHT, WEIGHTS, 0);
     }
 
     fn status(&self) -> Status {
@@ -176,6 +186,12 @@ fn a_container_is_a_guest_with_a_quota() {
     let plugin = fs::read(container.on_host(plugin)).expect("the plugin");
     assert_eq!(plugin, b"the guest plugin");
     assert_eq!(container.environment["VGPU_REQUIRED"], "1");
+    // An Ollama takes the library in the folder that it is told, below that of its own libraries.
+    let folder = &container.environment["OLLAMA_LLM_LIBRARY"];
+    let library = format!("/usr/lib/ollama/{folder}/libggml-vgpu.so");
+    let library = fs::read(container.on_host(Path::new(&library))).expect("the plugin");
+    assert_eq!(library, plugin);
+    assert_eq!(container.environment["OLLAMA_FLASH_ATTENTION"], "1");
 
     let mut guest = program(&container);
     compute(&mut guest);
@@ -207,11 +223,15 @@ fn a_container_is_a_guest_with_a_quota() {
     assert_eq!(mode(&node.sockets()), 0o700);
     assert_eq!(mode(&container.socket()), 0o666);
 
-    drop((guest, other));
     for pod in ["a", "b", "c"] {
         node.kubelet.remove(pod);
     }
     node.wait_until_empty();
+    // Programs that outlive their pods have no executor any more, and no memory there.
+    wait_for("no session is left", || node.status().sessions.is_empty());
+    for guest in [guest, other] {
+        assert_eq!(guest.ended(), REMOVED);
+    }
     let names: Vec<_> = node
         .status()
         .guests
@@ -270,6 +290,211 @@ fn what_a_container_cannot_have_is_refused() {
         Some(2 * SLICE)
     );
     assert!(node.guest_of("p3").is_none());
+}
+
+#[test]
+fn a_container_that_outlives_its_pod_reaches_nothing_of_the_next_one() {
+    let node = Node::new("k8s-outlives");
+    let mut old = node.kubelet.run("a", 1, 8).expect("it starts");
+    let mut before = "a";
+    // Also the next pod of a StatefulSet, which has the same name.
+    for next in ["b", "b"] {
+        let mut guest = program(&old);
+        compute(&mut guest);
+        guest.alloc(6 << 20);
+        // What the old container has mounted is this folder, whatever is at its path later.
+        let socket = old.socket();
+        let folder = File::open(socket.parent().expect("a folder")).expect("it is there");
+        let mounted = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()));
+        let connect = || connect(&mounted.join("vgpu.sock"), TIMEOUT);
+        drop(connect().expect("the executor, until the pod is deleted"));
+
+        // Deleted by force: the kubelet gives its devices to the next pod while it still runs.
+        node.kubelet.remove(before);
+        let container = node.kubelet.run(next, 1, 16).expect("it starts");
+        assert_eq!(container.socket(), socket, "it has the seat of the old one");
+        assert!(
+            connect().is_err(),
+            "the old container is the guest of the new pod"
+        );
+        assert_eq!(fs::read_dir(&mounted).expect("a folder").count(), 0);
+        wait_for("the session of the old container ends", || {
+            node.status().sessions.is_empty()
+        });
+        assert_eq!(guest.ended(), REMOVED);
+        let mut guest = program(&container);
+        compute(&mut guest);
+        wait_for("the memory of the old container is free", || {
+            node.guest_of(next).expect("a guest").usage.memory < 1 << 20
+        });
+        guest.alloc(14 << 20);
+        let known = node.guest_of(next).expect("a guest");
+        assert_eq!((known.sessions, known.quota), (1, Some(16 * SLICE)));
+        drop(guest);
+        wait_for("its memory is free for the next program", || {
+            node.status().sessions.is_empty()
+        });
+        (old, before) = (container, next);
+    }
+    assert_eq!(node.list().guests.len(), 1);
+    assert_eq!(node.kubelet.faults(), Vec::<String>::new());
+}
+
+#[test]
+fn a_seat_is_given_while_no_executor_runs_and_not_while_one_is_silent() {
+    let mut node = Node::new("k8s-allocate");
+    let seat = ["seat-0".to_owned()];
+    let stopped = node.serve.as_ref().expect("it runs");
+    stopped.signal(Signal::STOP);
+    // The executor may have a guest with this seat, which cannot be removed.
+    let error = node.kubelet.allocate(SEAT, &seat).unwrap_err();
+    assert!(error.contains("control.sock"), "{error}");
+    stopped.signal(Signal::CONT);
+    node.wait_until_healthy();
+    let mut killed = node.serve.take().expect("it runs");
+    killed.child.kill().expect("it runs");
+    killed.wait();
+    // Without an executor there is no guest. The container starts when there is one.
+    node.kubelet.allocate(SEAT, &seat).expect("it is given");
+}
+
+#[test]
+fn memory_that_an_operator_gives_a_container_is_no_slice_of_the_node() {
+    let node = Node::new("k8s-set");
+    node.kubelet.run("a", 1, 8).expect("it starts");
+    let set = |megabytes: u64| {
+        let change = GuestChange {
+            guest: "default.a.llama".into(),
+            memory: Some(Quota::Bytes(megabytes << 20)),
+            weight: None,
+        };
+        let request = OperatorRequest::Set(change);
+        control::perform(&node.control(), &request).expect("the executor answers")
+    };
+    assert!(set(20).ok);
+    node.kubelet.wait_for_devices(MEMORY, SLICES - 12, 12);
+    // The slices of the container itself are among the healthy ones.
+    let own = node.kubelet.devices_of("a", MEMORY);
+    assert!(own.iter().all(|(_, health)| health == "Healthy"), "{own:?}");
+    let error = node.kubelet.admit("b", 1, 45).unwrap_err();
+    assert!(error.contains("44 of 45"), "{error}");
+    let container = node.kubelet.run("b", 1, 44).expect("it starts");
+    program(&container).alloc(40 << 20);
+    // All memory is given away.
+    let outcome = set(21);
+    assert!(!outcome.ok);
+    let numbers = "add up to 65.0 MiB, the engine has 64.0 MiB";
+    assert!(outcome.message.contains(numbers), "{}", outcome.message);
+    // Less than its slices gives none back: they are the container's.
+    assert!(set(4).ok);
+    node.wait_until_healthy();
+    let error = node.kubelet.admit("c", 1, 13).unwrap_err();
+    assert!(error.contains("12 of 13"), "{error}");
+    node.kubelet.run("c", 1, 12).expect("it starts");
+    assert_eq!(node.kubelet.faults(), Vec::<String>::new());
+}
+
+#[test]
+fn weights_of_a_container_are_its_share_of_the_time() {
+    let node = Node::new("k8s-weight");
+    let kubelet = &node.kubelet;
+    let asked = [(MEMORY, 4), (WEIGHT, 5), (SEAT, 1)];
+    kubelet.admit_with("a", &asked).expect("it is admitted");
+    let container = kubelet.start_container("a").expect("it starts");
+    compute(&mut program(&container));
+    kubelet.run("b", 1, 4).expect("it starts");
+    let weight = |pod| node.guest_of(pod).expect("a guest").weight;
+    assert_eq!((weight("a"), weight("b")), (5, 1));
+    // A weight is one of a seat.
+    kubelet
+        .admit_with("c", &[(WEIGHT, 2)])
+        .expect("it is admitted");
+    let error = kubelet.start_container("c").unwrap_err();
+    let expected = "container llama asks for vgpu.dev/weight without vgpu.dev/gpu";
+    assert!(error.contains(expected), "{error}");
+    assert_eq!(kubelet.faults(), Vec::<String>::new());
+}
+
+/// The bytes of both GPUs of the stand-in for the driver: an L4 and an H100, divided by 64.
+const GPUS: [u64; 2] = [(24 << 30) / 64, (80 << 30) / 64];
+
+#[test]
+fn each_gpu_has_slices_and_a_numa_node() {
+    let mut node = Node::new("k8s-gpus");
+    for (address, number) in [("0000:01:00.0", "0\n"), ("0000:02:00.0", "1\n")] {
+        let folder = node
+            .scratch
+            .path()
+            .join("sysfs/bus/pci/devices")
+            .join(address);
+        fs::create_dir_all(&folder).expect("a folder");
+        fs::write(folder.join("numa_node"), number).expect("a file");
+    }
+    node.serve = None;
+    node.kubelet.wait_for_devices(SEAT, 0, SEATS);
+    let listen = format!("--listen=unix:{}", node.scratch.socket().display());
+    let control = format!("--control={}", node.control().display());
+    let mut serve = vgpu(&["serve", "--engine=cuda:0,1", &listen, &control]);
+    let library = vgpu_driver_standin::folder().expect("the library");
+    serve
+        .env("LD_LIBRARY_PATH", library)
+        .env("VGPU_STANDIN_SMS", "3")
+        .env("VGPU_STANDIN_DEVICES", "L4,H100")
+        // No folder, so that the kernels are not checked at the start.
+        .env("VGPU_CACHE", "/dev/null");
+    node.serve = Some(Serve::of(serve));
+    let slices = GPUS.map(|bytes| usize::try_from(bytes / SLICE).expect("a number"));
+    let kubelet = &node.kubelet;
+    kubelet.wait_for_devices(MEMORY, slices[0] + slices[1], 0);
+    kubelet.wait_for_devices(SEAT, SEATS, 0);
+    // The driver says where the GPUs are after a moment.
+    wait_for("a NUMA node for each slice", || {
+        kubelet.nodes(MEMORY).len() == slices[0] + slices[1]
+    });
+    let near = kubelet.nodes(MEMORY);
+    assert_eq!(
+        (&near["gpu0-1Mi-0"][..], &near["gpu1-1Mi-0"][..]),
+        (&[0][..], &[1][..])
+    );
+    assert_eq!(kubelet.nodes(SEAT)["seat-0"], [0, 1]);
+
+    // A container has its slices on one GPU, if one has enough, and sees that GPU only.
+    let engine_of = |pod: &str, count: usize| {
+        let container = kubelet.run(pod, 1, count).expect("it starts");
+        let mut guest = Guest::new(Box::new(connect(&container.socket(), TIMEOUT).expect("it")));
+        let Reply::Welcome {
+            engine,
+            memory_total,
+            devices,
+            ..
+        } = guest.hello()
+        else {
+            unreachable!("hello() has checked it")
+        };
+        (engine, memory_total / SLICE, devices)
+    };
+    let one = DeviceCount(1);
+    assert_eq!(engine_of("small", 200), ("cuda:0".into(), 200, one));
+    assert_eq!(engine_of("large", 600), ("cuda:1".into(), 600, one));
+    let error = kubelet.admit("huge", 1, slices[0] + slices[1]).unwrap_err();
+    assert!(error.contains("are free"), "{error}");
+    // More than one has left: the rest is on the other one, each with its quota.
+    let left = slices[1] - 600;
+    let (engine, quota, devices) = engine_of("both", left + 100);
+    assert_eq!(
+        (engine, quota, devices),
+        ("cuda:0".into(), 100, DeviceCount(2))
+    );
+    let added = node.list().guests.into_iter();
+    let both = added
+        .into_iter()
+        .find(|guest| guest.name == "default.both.llama");
+    let both = both.expect("a guest");
+    let quotas: Vec<_> = { both.devices.iter() }
+        .map(|quota| (quota.device, quota.memory / SLICE))
+        .collect();
+    assert_eq!(quotas, [(0, 100), (1, left as u64)]);
+    assert_eq!(kubelet.faults(), Vec::<String>::new());
 }
 
 #[test]
@@ -402,7 +627,7 @@ fn restarts_of_plugin_and_kubelet_lose_nothing() {
     node.wait_until_healthy();
     assert_eq!(
         node.kubelet.registrations(),
-        before + 2,
+        before + 3,
         "once for each resource"
     );
     thread::sleep(Duration::from_secs(1));
@@ -439,7 +664,9 @@ fn restarts_of_plugin_and_kubelet_lose_nothing() {
 
     // The session has lasted all the time, and is still the guest's.
     compute(&mut guest);
-    assert_eq!(node.guest_of("a").expect("a guest").sessions, 1);
+    wait_for("the end of the last program's session", || {
+        node.guest_of("a").expect("a guest").sessions == 1
+    });
 }
 
 /// The threads of a process.
@@ -510,6 +737,33 @@ fn a_hundred_pods_come_and_go() {
     assert_eq!(node.kubelet.faults(), Vec::<String>::new());
 }
 
+/// A guest some of whose processes may still end: it tries until it is served.
+fn guest_after_others(serve: &Serve, socket: &Path) -> Guest {
+    let start = Instant::now();
+    loop {
+        let mut guest = serve.connect(socket);
+        let hello = Request::Hello {
+            offer: Offer::SERVED,
+            name: "test".into(),
+            device: DeviceIndex(0),
+        };
+        match guest.ask(&hello) {
+            Reply::Welcome { protocol, .. } => {
+                guest.protocol = protocol;
+                return guest;
+            }
+            Reply::Ended { reason } if start.elapsed() < TIMEOUT => {
+                assert!(
+                    reason.contains("processes of this guest are ending"),
+                    "{reason}"
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
 #[test]
 fn guests_are_added_and_removed_through_the_control_socket() {
     let scratch = Scratch::new("added");
@@ -539,6 +793,7 @@ fn guests_are_added_and_removed_through_the_control_socket() {
             mode: 0o600,
             memory: Some(memory),
             weight: 2,
+            devices: Vec::new(),
         };
         let refused = |request: AddedGuest| {
             let error = ask(&GuestRequest::Add(request)).unwrap_err();
@@ -591,16 +846,42 @@ fn guests_are_added_and_removed_through_the_control_socket() {
         let outcome = control::reload(&control).expect("an answer");
         assert!(outcome.ok, "{}", outcome.message);
         drop(program);
-        serve.guest(&larger.socket);
+        guest_after_others(&serve, &larger.socket);
         let clash = named.replace("\"named\"", "\"pod\"");
         fs::write(&config, clash).expect("a file");
         let outcome = control::reload(&control).expect("an answer");
         assert!(!outcome.ok, "{}", outcome.message);
         fs::write(&config, &named).expect("a file");
 
+        // Its programs end with it, and those of other guests do not.
+        let mut program = guest_after_others(&serve, &larger.socket);
+        program.alloc(20 << 20);
+        let mut other = serve.guest(&scratch.path().join("named.sock"));
+        // This one has not sent its first message.
+        let mut late = serve.connect(&larger.socket);
         let remove = GuestRequest::Remove { name: "pod".into() };
         let list = ask(&remove).expect("it is removed");
         assert!(list.guests.is_empty());
+        wait_for("the session has ended", || {
+            let status = control::status(&control).expect("a status");
+            status.sessions.len() == 1
+        });
+        assert_eq!(program.ended(), REMOVED);
+        late.send(&Request::Hello {
+            offer: Offer::SERVED,
+            name: "late".into(),
+            device: DeviceIndex(0),
+        });
+        let reason = late.ended();
+        // The process of an isolated guest may end before it has read the message.
+        let expected = "the host has no guest pod any more";
+        let is_isolated = !isolation.is_empty();
+        assert!(reason.contains(expected) || is_isolated, "{reason}");
+        other.alloc(8 << 20);
+        // The same guest comes again.
+        ask(&GuestRequest::Add(larger.clone())).expect("it is added");
+        guest_after_others(&serve, &larger.socket).alloc(20 << 20);
+        ask(&remove).expect("it is removed");
         assert!(!larger.socket.exists());
         ask(&remove).expect("nothing to remove");
         // A guest of the configuration is no added one.
@@ -648,6 +929,7 @@ fn changes_of_the_operator_and_added_guests_keep_each_other() {
             mode: 0o600,
             memory: Some(4 << 20),
             weight: 2,
+            devices: Vec::new(),
         };
         let limits = || {
             let status = control::status(&control).expect("a status");
@@ -693,5 +975,21 @@ fn changes_of_the_operator_and_added_guests_keep_each_other() {
         assert!(outcome.ok, "{}", outcome.message);
         assert_eq!(limits(), ["a 8 2", "named 16 1"]);
         drop(serve);
+    }
+}
+
+/// Each container of the manifest drops all capabilities and adds none.
+#[test]
+fn the_device_plugin_of_the_manifest_has_no_capabilities() {
+    let manifest = include_str!("../../../deploy/kubernetes/device-plugin.yaml");
+    let lines = |text| manifest.lines().filter(move |line| line.trim() == text);
+    let images = { manifest.lines() }.filter(|line| line.trim().starts_with("image:"));
+    let containers = images.count();
+    assert_ne!(containers, 0, "{manifest}");
+    for line in [r#"drop: ["ALL"]"#, "allowPrivilegeEscalation: false"] {
+        assert_eq!(lines(line).count(), containers, "{line}");
+    }
+    for word in ["add:", "privileged:"] {
+        assert!(!manifest.contains(word), "{word}");
     }
 }

@@ -57,6 +57,10 @@ struct Executor {
     serve: Serve,
     scratch: Scratch,
     other: OtherGuest,
+    /// Whether the guests have a process of their own.
+    is_isolated: bool,
+    /// The port of the further endpoint, if there is one.
+    port: Option<u16>,
 }
 
 impl Drop for Executor {
@@ -80,15 +84,35 @@ impl Told {
     fn is_refused(&self) -> bool {
         let mut reasons = self.failures.iter().chain(&self.end);
         reasons.any(|reason| {
-            let has_numbers = reason.contains(" bytes wanted, ") && reason.contains(" free");
+            let has_numbers = reason.contains(" wanted, ") && reason.contains(" free");
             reason.contains("out of memory") && has_numbers || reason.contains(", the limit is ")
         })
     }
 }
 
 impl Executor {
-    fn start(test: &str) -> Executor {
-        Executor::start_with(test, &[])
+    /// An executor in one process, and one with a process for the guests, which are programs of one
+    /// named guest. Both have a port, if `listens`.
+    fn both(test: &str, listens: bool) -> [Executor; 2] {
+        let ports = [0; 2].map(|_| listens.then(certified::port));
+        let [own, of_guest] = ports.map(|port| port.map(|port| format!("tcp:127.0.0.1:{port}")));
+        let more: Vec<&str> = { own.iter() }.flat_map(|at| ["--listen", at]).collect();
+        let mut single = Executor::start_with(test, &more);
+        single.port = ports[0];
+
+        let file = single.scratch.path().join("vgpu.toml");
+        let uid = rustix::process::getuid().as_raw();
+        let listen = of_guest.map(|at| format!("listen = [\"{at}\"]\n"));
+        let text = format!(
+            "[[guest]]\nname = \"a\"\nuids = [{uid}]\nmemory = \"{MEMORY}M\"\n{}",
+            listen.unwrap_or_default()
+        );
+        fs::write(&file, text).expect("a file");
+        let (file, memory) = (file.display().to_string(), format!("{MEMORY}M"));
+        let more = ["--isolate", "--guest-memory", &memory, "--config", &file];
+        let mut isolated = Executor::start_with(&format!("{test}-isolate"), &more);
+        isolated.port = ports[1];
+        [single, isolated]
     }
 
     fn start_with(test: &str, more: &[&str]) -> Executor {
@@ -111,6 +135,8 @@ impl Executor {
             serve,
             scratch,
             other,
+            is_isolated: more.contains(&"--isolate"),
+            port: None,
         }
     }
 
@@ -122,7 +148,14 @@ impl Executor {
     /// sessions and the other guest, and that the other guest computes.
     fn check(&mut self, attack: &str, sessions: u64) {
         self.other.compute();
-        let peak = peak(self.serve.child.id());
+        let mut pid = self.serve.child.id();
+        if self.is_isolated {
+            let supervisor = peak(pid);
+            assert!(supervisor <= PROCESS, "the supervisor had {supervisor} MiB");
+            let worker = workers(&self.serve, 1).into_values().next();
+            pid = worker.expect("a worker").as_raw_pid() as u32;
+        }
+        let peak = peak(pid);
         let bound = MEMORY + PROCESS + THREADS * THREAD + (sessions + 1) * SESSION;
         println!("{attack}: {peak} MiB were resident, {bound} are allowed");
         assert!(
@@ -289,7 +322,12 @@ fn rope_of_a_long_row(buffer: BufferId) -> Graph {
 
 #[test]
 fn working_memory_of_kernels_stays_below_the_bound() {
-    let mut executor = Executor::start("bound-working");
+    for executor in Executor::both("bound-working", false) {
+        working_memory_of_kernels(executor);
+    }
+}
+
+fn working_memory_of_kernels(mut executor: Executor) {
     let attacks: [(&str, Attack); 5] = [
         ("a product of one term", product_of_one_term),
         ("an attention with long rows", attention_with_long_rows),
@@ -317,8 +355,12 @@ fn long_graph(buffer: BufferId, nodes: usize) -> Graph {
 
 #[test]
 fn stored_graphs_and_their_parts_stay_below_the_bound() {
-    let mut executor = Executor::start("bound-graphs");
+    for executor in Executor::both("bound-graphs", false) {
+        stored_graphs_and_their_parts(executor);
+    }
+}
 
+fn stored_graphs_and_their_parts(mut executor: Executor) {
     // Plans: a million nodes in all.
     let mut guest = executor.guest();
     let buffer = guest.alloc(4096);
@@ -414,7 +456,12 @@ fn stored_graphs_and_their_parts_stay_below_the_bound() {
 
 #[test]
 fn small_buffers_and_sessions_stay_below_the_bound() {
-    let mut executor = Executor::start("bound-small");
+    for executor in Executor::both("bound-small", false) {
+        small_buffers_and_sessions(executor);
+    }
+}
+
+fn small_buffers_and_sessions(mut executor: Executor) {
     let free = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
         Reply::Memory { free, .. } => free,
         other => panic!("{other:?}"),
@@ -486,7 +533,12 @@ fn with_most_working_memory(
 
 #[test]
 fn working_memory_of_every_operator_stays_below_the_bound() {
-    let mut executor = Executor::start("bound-operators");
+    for executor in Executor::both("bound-operators", false) {
+        working_memory_of_every_operator(executor);
+    }
+}
+
+fn working_memory_of_every_operator(mut executor: Executor) {
     let engine = CpuEngine::new(THREADS as usize, None).expect("two threads");
     let memory = engine.alloc(BUFFER).expect("a buffer");
     let all = OpKind::ALL.iter().filter(|&&k| k != OpKind::FlashAttnBack);
@@ -514,8 +566,13 @@ fn working_memory_of_every_operator_stays_below_the_bound() {
 /// Weights that move between buffers until pages of the first one belong to nobody.
 #[test]
 fn weights_that_lose_their_first_buffer_stay_below_the_bound() {
+    for executor in Executor::both("bound-weights", false) {
+        weights_that_lose_their_first_buffer(executor);
+    }
+}
+
+fn weights_that_lose_their_first_buffer(mut executor: Executor) {
     const LEN: u64 = 64 * MIB;
-    let mut executor = Executor::start("bound-weights");
     let mut guest = executor.guest();
     let (kept, _) = for_weights(&mut guest, LEN);
     for round in 0..14u8 {
@@ -576,9 +633,13 @@ impl Channel for ReadsNoMore {
 
 #[test]
 fn replies_that_nobody_reads_stay_below_the_bound() {
-    let port = certified::port();
-    let endpoint = format!("tcp:127.0.0.1:{port}");
-    let mut executor = Executor::start_with("bound-stream", &["--listen", &endpoint]);
+    for executor in Executor::both("bound-stream", true) {
+        replies_that_nobody_reads(executor);
+    }
+}
+
+fn replies_that_nobody_reads(mut executor: Executor) {
+    let port = executor.port.expect("a port");
     let socket = TcpStream::connect(("127.0.0.1", port)).expect("a connection");
     socket.set_nonblocking(true).expect("a socket");
     let has_stopped = Arc::new(AtomicBool::new(false));

@@ -11,8 +11,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-use common::{Guest, Host, add, bytes, cpu};
+use common::{Guest, Host, TIMEOUT, add, bytes, cpu};
 use rustix::process::Signal;
 use served::program::copy_program;
 use served::{Scratch, Serve};
@@ -47,9 +48,9 @@ fn run_with_folder(test: &str, profile: &str, folder: &Path) {
 
 /// Makes a system call by its number, with numbers as arguments.
 fn call(number: libc::c_long, arguments: [u64; 3]) -> io::Result<i64> {
-    // SAFETY: the calls below get null pointers, numbers, or a page that nothing else uses. If a
-    // call were allowed, its effect would be limited to this process, which exists for this test
-    // only, and to a child, which ends below.
+    // SAFETY: the calls below get null pointers, others that point to no page, numbers, or a page
+    // that nothing else uses. If a call were allowed, its effect would be limited to this process,
+    // which exists for this test only, and to a child, which ends below.
     let result = unsafe { libc::syscall(number, arguments[0], arguments[1], arguments[2]) };
     #[cfg(target_arch = "x86_64")]
     let starts_a_process = [libc::SYS_clone, libc::SYS_fork, libc::SYS_vfork].contains(&number);
@@ -240,9 +241,18 @@ fn assert_others_are_out_of_reach(profile: Profile) {
     .expect("limits of this process");
 }
 
+/// -1, of 32 bits.
+const NONE: u64 = 0xffff_ffff;
+
+/// A key of System V that nobody uses.
+const KEY: u64 = 0x7667_7075;
+
+/// For `fanotify_init`: needs no capability.
+const FAN_REPORT_FID: u64 = 0x200; // linux/fanotify.h
+
 /// The system calls by which a process could leave its limits, with arguments. Without the filter
 /// most of them fail with another code than EPERM, or have no effect. Some need capabilities, and
-/// would fail with EPERM anyway.
+/// would fail with EPERM anyway, whatever the arguments are.
 fn escapes() -> Vec<(&'static str, libc::c_long, [u64; 3])> {
     let parent = u64::from(std::os::unix::process::parent_id());
     let mut all = vec![
@@ -310,6 +320,44 @@ fn escapes() -> Vec<(&'static str, libc::c_long, [u64; 3])> {
         ("setuid", libc::SYS_setuid, [0, 0, 0]),
         ("setgid", libc::SYS_setgid, [0, 0, 0]),
         ("setgroups", libc::SYS_setgroups, [0, 0, 0]),
+        // Nothing changes: -1 is the present one.
+        ("setreuid", libc::SYS_setreuid, [NONE, NONE, 0]),
+        ("setregid", libc::SYS_setregid, [NONE, NONE, 0]),
+        ("setresuid", libc::SYS_setresuid, [NONE, NONE, NONE]),
+        ("setresgid", libc::SYS_setresgid, [NONE, NONE, NONE]),
+        // The machine. The pointers are none, which the kernel finds first.
+        ("settimeofday", libc::SYS_settimeofday, [1, 0, 0]),
+        ("clock_settime", libc::SYS_clock_settime, [0, 1, 0]),
+        ("clock_adjtime", libc::SYS_clock_adjtime, [0, 1, 0]),
+        ("adjtimex", libc::SYS_adjtimex, [1, 0, 0]),
+        ("quotactl", libc::SYS_quotactl, [0xff, 0, 0]),
+        ("syslog", libc::SYS_syslog, [10, 0, 0]), // SYSLOG_ACTION_SIZE_BUFFER
+        (
+            "fanotify_init",
+            libc::SYS_fanotify_init,
+            [FAN_REPORT_FID, 0, 0],
+        ),
+        ("reboot", libc::SYS_reboot, [0, 0, 0]),
+        ("swapon", libc::SYS_swapon, [0, 0, 0]),
+        ("swapoff", libc::SYS_swapoff, [0, 0, 0]),
+        ("acct", libc::SYS_acct, [1, 0, 0]),
+        ("sethostname", libc::SYS_sethostname, [0, NONE, 0]),
+        ("setdomainname", libc::SYS_setdomainname, [0, NONE, 0]),
+        // What all processes of the user have in common. There are no such keys and numbers.
+        ("shmget", libc::SYS_shmget, [KEY, 0, 0]),
+        ("shmat", libc::SYS_shmat, [NONE, 0, 0]),
+        ("shmdt", libc::SYS_shmdt, [1, 0, 0]),
+        ("shmctl", libc::SYS_shmctl, [NONE, 2, 0]), // IPC_STAT
+        ("msgget", libc::SYS_msgget, [KEY, 0, 0]),
+        ("msgsnd", libc::SYS_msgsnd, [NONE, 0, 0]),
+        ("msgrcv", libc::SYS_msgrcv, [NONE, 0, 0]),
+        ("msgctl", libc::SYS_msgctl, [NONE, 2, 0]),
+        ("semget", libc::SYS_semget, [KEY, 0, 0]),
+        ("semop", libc::SYS_semop, [NONE, 0, 0]),
+        ("semtimedop", libc::SYS_semtimedop, [NONE, 0, 0]),
+        ("semctl", libc::SYS_semctl, [NONE, 0, 2]),
+        ("mq_open", libc::SYS_mq_open, [1, 0, 0]),
+        ("mq_unlink", libc::SYS_mq_unlink, [1, 0, 0]),
     ];
     #[cfg(target_arch = "x86_64")]
     all.extend([
@@ -476,7 +524,10 @@ fn capabilities_are_dropped_before_a_driver_starts_threads_without_signals() {
         Ok(when) => when == "before",
     };
     if is_before {
-        assert_ne!(sandbox::drop_before_driver().expect("capabilities"), 0);
+        assert_ne!(
+            sandbox::drop_current_capabilities().expect("capabilities"),
+            0
+        );
     }
     start_thread_without_signals();
     let entered = sandbox::enter(Profile::Driver, Role::Server);
@@ -708,12 +759,17 @@ fn all_processes_of_isolation_are_hidden_and_have_no_capabilities() {
     let scratch = Scratch::new("hidden");
     fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).expect("ours");
     let socket = scratch.socket();
-    let serve = Serve::start(&socket, &["--isolate", "--guest-memory", "20M"]);
+    let machine = format!("vm1,socket={}", scratch.path().join("vm1.sock").display());
+    let isolate = ["--isolate", "--guest-memory", "20M", "--vm", &machine];
+    let serve = Serve::start(&socket, &isolate);
     compute(&mut serve.guest(&socket));
     let mut guest = serve.guest(&socket);
     compute(&mut guest);
     let processes = processes_below(serve.child.id());
-    assert!(processes.len() >= 2, "{processes:?}");
+    // The supervisor, a worker, and those of the virtual machine: one keeps its files.
+    assert!(processes.len() >= 4, "{processes:?}");
+    let keeps_files = |pid: &&u32| has_argument(**pid, "fd-store");
+    assert_eq!(processes.iter().filter(keeps_files).count(), 1);
     for pid in processes {
         assert_no_capabilities(pid);
     }
@@ -726,7 +782,15 @@ fn all_processes_of_isolation_are_hidden_and_have_no_capabilities() {
     );
 }
 
-/// Checks in /proc that no thread of a process has capabilities.
+/// Whether an argument of a process is `text`.
+fn has_argument(pid: u32, text: &str) -> bool {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    line.split(|&b| b == 0).any(|word| word == text.as_bytes())
+}
+
+/// Checks in /proc that no thread of a process has capabilities, and that no program that it starts
+/// has some. Only the process that keeps a virtual machine's files may start one that does: the
+/// executor, which sets the groups of its sockets.
 fn assert_no_capabilities(pid: u32) {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return; // the process has ended
@@ -743,8 +807,116 @@ fn assert_no_capabilities(pid: u32) {
             assert!(value.bytes().all(|b| b == b'0'), "{pid}: {line}");
         }
         for line in ["NoNewPrivs:\t1", "Seccomp:\t2"] {
-            assert!(status.contains(line), "{pid}: {status}");
+            let is_set = status.contains(line) || has_argument(pid, "fd-store");
+            assert!(is_set, "{pid}: {status}");
         }
+    }
+}
+
+/// How many seccomp filters that thread of a process has that has the fewest.
+fn fewest_filters(pid: u32) -> u32 {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    // A thread may have ended.
+    let statuses = threads
+        .flatten()
+        .flat_map(|thread| fs::read_to_string(thread.path().join("status")));
+    let counts = statuses.map(|status| {
+        let mut lines = status.lines();
+        let count = lines.find_map(|line| line.strip_prefix("Seccomp_filters:"));
+        count.expect("Linux 5.9").trim().parse().expect("a number")
+    });
+    counts.min().expect("a thread")
+}
+
+/// Asks for the health of an executor, as soon as it answers.
+fn ask_for_health(socket: &Path) {
+    let start = Instant::now();
+    let mut stream = loop {
+        match UnixStream::connect(socket) {
+            Ok(stream) => break stream,
+            Err(error) => assert!(start.elapsed() < TIMEOUT, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let request = "GET /livez HTTP/1.1\r\nHost: vgpu\r\n\r\n";
+    stream.write_all(request.as_bytes()).expect("a request");
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).expect("an answer");
+    assert_eq!(&answer[..9], b"HTTP/1.1 ");
+}
+
+/// Asks the control socket for the sessions, as soon as it answers.
+fn ask_for_sessions(control: &str) {
+    let start = Instant::now();
+    loop {
+        let output = served::vgpu(&["ps", "--control", control]).output();
+        let output = output.expect("it starts");
+        if output.status.success() {
+            return;
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(start.elapsed() < TIMEOUT, "{said}");
+    }
+}
+
+/// Clients of the metrics and of the control socket who come as soon as there is a socket have
+/// their first answer from a process whose threads are all in the sandbox.
+#[test]
+fn observers_are_answered_only_by_a_process_in_the_sandbox() {
+    let program = Path::new(env!("CARGO_BIN_EXE_vgpu"));
+    for isolate in [&["--isolate", "--guest-memory", "20M"][..], &[]] {
+        for asks_for_metrics in [true, false] {
+            let scratch = Scratch::new("early-observers");
+            let metrics = scratch.path().join("metrics.sock");
+            let control = scratch.path().join("control.sock").display().to_string();
+            let address = format!("unix:{}", metrics.display());
+            let mut more = vec!["--metrics", &address, "--control", &control];
+            more.extend(isolate);
+            let child = Serve::command_of(program, &scratch.socket(), &more).spawn();
+            let serve = Serve {
+                child: child.expect("it starts"),
+                ready: String::new(),
+            };
+            match asks_for_metrics {
+                true => ask_for_health(&metrics),
+                false => ask_for_sessions(&control),
+            }
+            let before = fewest_filters(std::process::id());
+            let filters = fewest_filters(serve.child.id());
+            assert!(filters > before, "{filters} filters, {before}");
+            serve.signal(Signal::TERM);
+            let (status, log) = serve.wait();
+            assert_eq!(status.code(), Some(0), "{log}");
+        }
+    }
+}
+
+/// A guest that connects as soon as there is a socket has its first answer from a process whose
+/// threads are all in the sandbox.
+#[test]
+fn nobody_is_served_before_the_process_is_sandboxed() {
+    let program = Path::new(env!("CARGO_BIN_EXE_vgpu"));
+    for isolate in [&["--isolate", "--guest-memory", "20M"][..], &[]] {
+        let scratch = Scratch::new("early");
+        let socket = scratch.socket();
+        let child = Serve::command_of(program, &socket, isolate).spawn();
+        let serve = Serve {
+            child: child.expect("it starts"),
+            ready: String::new(),
+        };
+        let _guest = serve.guest_in_time(&socket);
+        let processes = processes_below(serve.child.id());
+        assert_eq!(processes.len(), 1 + usize::from(!isolate.is_empty()));
+        // Each process has filters of its own besides those of the one that has started it.
+        let mut before = fewest_filters(std::process::id());
+        for pid in processes {
+            let filters = fewest_filters(pid);
+            assert!(filters > before, "{pid}: {filters} filters, {before}");
+            before = filters;
+        }
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
     }
 }
 
@@ -763,7 +935,10 @@ fn processes_of_a_user_are_hidden_from_the_user() {
         std::os::unix::fs::chown(&folder, Some(NOBODY), Some(NOBODY)).expect("root may");
     }
     let socket = folder.join("vgpu.sock");
-    for isolate in [&["--isolate", "--guest-memory", "20M"][..], &[]] {
+    let machine = format!("vm1,socket={}", folder.join("vm1.sock").display());
+    let isolate = ["--isolate", "--guest-memory", "20M", "--vm", &machine];
+    // With a virtual machine: the process that keeps its files, and the one that serves it.
+    for (isolate, count) in [(&isolate[..], 4), (&isolate[..3], 2), (&[], 1)] {
         let mut command = Serve::command_of(&copy, &socket, isolate);
         if is_root {
             std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
@@ -772,11 +947,7 @@ fn processes_of_a_user_are_hidden_from_the_user() {
         let mut guest = serve.guest(&socket);
         compute(&mut guest);
         let processes = processes_below(serve.child.id());
-        assert_eq!(
-            processes.len(),
-            1 + usize::from(!isolate.is_empty()),
-            "{processes:?}"
-        );
+        assert_eq!(processes.len(), count, "{processes:?}");
         for pid in processes {
             let memory = fs::metadata(format!("/proc/{pid}/mem")).expect("it runs");
             assert_eq!(memory.uid(), 0, "its user can read the memory of {pid}");

@@ -93,14 +93,14 @@ fn a_quota_grows_at_once_and_shrinks_as_memory_is_freed() {
     assert_eq!(figures(&mut alice), (2 << 20, 0));
     let reason = alice.refusal(PAGE);
     assert!(
-        reason.ends_with("out of memory: 4096 bytes wanted, 0 of 2097152 free"),
+        reason.ends_with("out of memory: 4.0 KiB wanted, 0 B of 2.0 MiB free"),
         "{reason}"
     );
     alice.write(buffers[1], 0, &[7; 16]);
     assert_eq!(alice.read(buffers[1], 0, 16), [7; 16]);
     free(&mut alice, buffers[0]);
     // All of the new quota is in use.
-    assert!(alice.refusal(PAGE).contains(" 0 of 2097152 free"));
+    assert!(alice.refusal(PAGE).contains(" 0 B of 2.0 MiB free"));
     free(&mut alice, buffers[1]);
     assert_eq!(figures(&mut alice), (2 << 20, 2 << 20));
     alice.alloc(2 << 20);
@@ -142,11 +142,11 @@ fn a_change_that_is_wrong_changes_nothing() {
         (&["alice", "time=3"], "unknown key \"time\""),
         (
             &["alice", "memory=65M", "weight=2"],
-            "a quota of 68157440 bytes for guest alice: the engine has 67108864",
+            "a quota of 65.0 MiB for guest alice: the engine has 64.0 MiB",
         ),
         (
             &["alice", "memory=63M"],
-            "the quotas of the guests add up to 68157440 bytes, the engine has 67108864",
+            "the quotas of the guests add up to 65.0 MiB, the engine has 64.0 MiB",
         ),
     ] {
         let said = fails(&mut site.run("set", words));

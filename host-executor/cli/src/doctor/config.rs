@@ -9,6 +9,7 @@ use serde_json::Value;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 
 use super::child::{self, NoAnswer};
+use super::gpu_use::Choice;
 use super::report::Report;
 use super::root::Root;
 use crate::check_config;
@@ -19,8 +20,9 @@ const PART: &str = "config";
 /// How long the check may take.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Returns the settings of the executor. `None`: there is no file, or it cannot be used.
-pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
+/// Returns the settings of the executor, and which engines it would start with now. `None`: there
+/// is no file, or it cannot be used.
+pub(super) fn check(root: &Root, report: &mut Report) -> (Option<Settings>, Option<Choice>) {
     let path = root.path(DEFAULT_PATH);
     let edit = || format!("sudoedit {}", path.display());
     match Settings::load(&path) {
@@ -30,19 +32,27 @@ pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
             command.arg("check-config").arg(&path).arg("--json");
             let answer = child::output(command.stderr(Stdio::null()), LIMIT);
             let value = answer.map(|(text, _)| serde_json::from_str::<Value>(text.trim()));
+            let mut choice = None;
             match value {
-                Ok(Ok(value)) if value["ok"] == true => report.ok(
-                    PART,
-                    format!(
-                        "{shown}: {}, {} named guests",
-                        check_config::engine_text(
-                            &settings.engines,
-                            value["engine"].as_str().unwrap_or_default(),
-                            value["device"].as_str().unwrap_or_default(),
+                Ok(Ok(value)) if value["ok"] == true => {
+                    let engines = value["engine"].as_str().unwrap_or_default();
+                    report.ok(
+                        PART,
+                        format!(
+                            "{shown}: {}, {} named guests",
+                            check_config::engine_text(
+                                &settings.engines,
+                                engines,
+                                value["device"].as_str().unwrap_or_default(),
+                            ),
+                            settings.guests.len()
                         ),
-                        settings.guests.len()
-                    ),
-                ),
+                    );
+                    choice = Some(Choice {
+                        engines: engines.to_owned(),
+                        unused_gpu: value["unused_gpu"].as_str().map(str::to_owned),
+                    });
+                }
                 Ok(Ok(value)) => {
                     let reason = value["reason"].as_str().unwrap_or_default();
                     report.fail(PART, format!("{shown}: {reason}"), edit());
@@ -61,16 +71,16 @@ pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
                     "vgpu check-config",
                 ),
             }
-            Some(settings)
+            (Some(settings), choice)
         }
-        Err(LoadError::Read { error, .. }) if error.kind() == ErrorKind::NotFound => None,
+        Err(LoadError::Read { error, .. }) if error.kind() == ErrorKind::NotFound => (None, None),
         Err(error @ LoadError::Read { .. }) => {
             report.note(PART, format!("{error}: run vgpu doctor as root"));
-            None
+            (None, None)
         }
         Err(error @ LoadError::Problem { .. }) => {
             report.fail(PART, error.to_string(), edit());
-            None
+            (None, None)
         }
     }
 }

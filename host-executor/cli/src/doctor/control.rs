@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use vgpu_executor::config::{DEFAULT_CONTROL_PATH, Settings};
 use vgpu_executor::control::{self, ControlError};
+use vgpu_executor::status::Status;
 
 use super::report::Report;
 use super::root::Root;
@@ -19,19 +20,28 @@ const PART: &str = "executor";
 /// How long the executor may take. A supervisor waits two seconds for each of its processes.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// `host`: the settings of the executor of this machine.
-pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, report: &mut Report) {
-    let Some(settings) = host else { return };
-    // The service has this one if its configuration names none.
-    let path = settings.control.as_deref();
+/// `host`: the settings of the executor of this machine. Returns what an executor that works says.
+pub(super) fn check(
+    root: &Root,
+    host: Option<&Settings>,
+    service: UnitState,
+    report: &mut Report,
+) -> Option<Status> {
+    // The service has this one if its configuration names none, and so may an executor that was
+    // started by hand on a machine without a configuration.
+    let path = host.and_then(|settings| settings.control.as_deref());
     let path = root.path(path.unwrap_or(Path::new(DEFAULT_CONTROL_PATH)));
+    // A container may see the socket of its host.
+    if host.is_none() && (root.is_container() || !path.exists()) {
+        return None;
+    }
     let shown = path.display().to_string();
     let asked = path.clone();
     let answer = result_within(TIMEOUT, move || control::status(&asked));
     let dump = || "sudo vgpu dump, then sudo systemctl restart vgpu".to_owned();
     match answer {
-        Ok(Ok(status)) => match status.engines().find(|engine| engine.hang.is_some()) {
-            None => {
+        Ok(Ok(status)) => {
+            let Some(engine) = status.engines().find(|engine| engine.hang.is_some()) else {
                 let names: Vec<&str> = { status.engines() }
                     .map(|engine| &engine.name[..])
                     .collect();
@@ -40,16 +50,15 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, re
                     _ => format!("the engines {} answer", names.join(", ")),
                 };
                 report.ok(PART, format!("{shown}: {text}"));
-            }
-            Some(engine) => {
-                let hang = engine.hang.as_deref().unwrap_or_default();
-                let which = match status.has_several_engines() {
-                    true => format!(" {}", engine.name),
-                    false => String::new(),
-                };
-                report.fail(PART, format!("the engine{which} hangs: {hang}"), dump());
-            }
-        },
+                return Some(status);
+            };
+            let hang = engine.hang.as_deref().unwrap_or_default();
+            let which = match status.has_several_engines() {
+                true => format!(" {}", engine.name),
+                false => String::new(),
+            };
+            report.fail(PART, format!("the engine{which} hangs: {hang}"), dump());
+        }
         // It does not run, which the checks of the service and of the links report.
         Ok(Err(ControlError::Socket(error)))
             if matches!(
@@ -82,4 +91,5 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, re
         ),
         Err(error) => report.note(PART, format!("{shown}: not asked: {error}")),
     }
+    None
 }

@@ -3,10 +3,10 @@
 use std::fs;
 
 use vgpu_executor::config::Settings;
-use vgpu_executor::engine::EngineKind;
 use vgpu_transport::link::pci::discover::{Found, PciDeviceKind, SYSFS, all};
 
 use super::driver;
+use super::gpu_use::wants_cuda;
 use super::report::Report;
 use super::root::Root;
 
@@ -24,8 +24,9 @@ const FOLDERS: [&str; 4] = [
 const NVIDIA: u16 = 0x10de;
 const DISPLAY: u32 = 0x03;
 
-/// `host`: the settings of the executor, if this machine is its host.
-pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
+/// `host`: the settings of the executor, if this machine is its host. Returns a card with its
+/// driver, for people.
+pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) -> Option<String> {
     let devices = all(&root.path(SYSFS));
     let is_card = |device: &&Found| {
         let is_display = device.class >> 16 == DISPLAY;
@@ -33,24 +34,18 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
     };
     let cards: Vec<&Found> = devices.iter().filter(is_card).collect();
     if cards.is_empty() {
-        return;
+        return None;
     }
     // A guest, a container or a host that computes on its processors needs neither.
-    let is_cuda = |kind: &EngineKind| {
-        matches!(
-            kind,
-            EngineKind::Auto | EngineKind::Cuda(_) | EngineKind::AllCuda
-        )
-    };
-    let is_wanted = host.is_some_and(|settings| settings.engines.kinds().iter().any(is_cuda));
-    let mut is_usable = false;
+    let is_wanted = host.is_some_and(|settings| wants_cuda(&settings.engines));
+    let mut usable = None;
     for card in cards {
         match card.driver.as_deref() {
             Some("nvidia") => {
                 let version = driver_version(root);
                 let version = version.map_or_else(String::new, |text| format!(" {text}"));
                 report.ok(PART, format!("{card}: NVIDIA's driver{version}"));
-                is_usable = true;
+                usable.get_or_insert_with(|| format!("{card}, an NVIDIA card with its driver,"));
             }
             Some(driver) if driver.contains("vfio") => report.note(
                 PART,
@@ -69,10 +64,11 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
             }
         }
     }
-    if is_usable && is_wanted {
+    if usable.is_some() && is_wanted {
         driver::check(PART, root, &FOLDERS, report);
         check_compiler(root, report);
     }
+    usable
 }
 
 /// What the kernel's part of the driver says of itself.

@@ -7,6 +7,7 @@ mod control;
 mod devices;
 mod driver;
 mod gpu;
+mod gpu_use;
 mod host;
 mod library;
 mod link;
@@ -84,19 +85,32 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     // Before the checks that need it, so that the first failure is their cause. The package has a
     // configuration, and may be installed in a guest, where nobody asks for the service.
     let mut of_config = Report::default();
-    let settings = match service {
-        unit::UnitState::Unused => None,
+    let (settings, choice) = match service {
+        unit::UnitState::Unused => (None, None),
         _ => config::check(&root, &mut of_config),
     };
     let has_run = matches!(service, unit::UnitState::Used | unit::UnitState::Changing);
     let is_host = settings.is_some() || has_run;
     let host = is_host.then(|| settings.unwrap_or_default());
-    gpu::check(&root, host.as_ref(), &mut report);
+    let card = gpu::check(&root, host.as_ref(), &mut report);
     report.append(of_config);
+    let card = card.as_deref();
+    let mut of_control = Report::default();
+    let status = control::check(&root, host.as_ref(), service, &mut of_control);
+    // A GPU that the executor has may be refused to one that starts now beside it.
+    let has_gpu = status.as_ref().is_some_and(gpu_use::uses_gpu);
+    if let (false, Some(settings), Some(choice)) = (has_gpu, &host, &choice) {
+        gpu_use::check_choice(&root, settings, card, choice, &mut report);
+    }
     report.append(of_service);
     devices::check(&root, &mut report);
     certificates::check(&args.certs, host.as_ref(), &mut report);
-    control::check(&root, host.as_ref(), service, &mut report);
+    report.append(of_control);
+    if let Some(status) = status {
+        let running = (&status, service);
+        let (host, choice) = (host.as_ref(), choice.as_ref());
+        gpu_use::check_executor(&root, host, card, choice, running, &mut report);
+    }
     let links = link::check(&root, &args.endpoint, host.as_ref(), service, &mut report);
     plugin::check(
         args.plugin.as_deref(),

@@ -72,6 +72,11 @@ impl Report {
         self.checks.append(&mut other.checks);
     }
 
+    /// Whether a check of this part has already said this, maybe with more behind it.
+    pub(super) fn has(&self, part: &str, what: &str) -> bool {
+        { self.checks.iter() }.any(|check| check.part == part && check.what.starts_with(what))
+    }
+
     pub(super) fn is_well(&self) -> bool {
         self.checks.iter().all(|c| c.outcome != Outcome::Fail)
     }

@@ -90,7 +90,7 @@ impl Stamp {
             .with_context(|| format!("{path} has a stamp that this version of vgpu cannot read"))
     }
 
-    /// Reads `plugin 0.1.0+git20261126134501.1a2b3c4d, ggml 0.20-0.25 (API 2), 0.26 (API 3)`.
+    /// Reads `plugin 0.1.0-dev.20261126134501+1a2b3c4d, ggml 0.20-0.25 (API 2), 0.26 (API 3)`.
     fn parse(stamp: &str, needs: &str) -> Result<Stamp> {
         let (plugin, ggml) = stamp
             .strip_prefix("plugin ")
@@ -173,12 +173,12 @@ fn parse_version(text: &str) -> Option<Version> {
 mod tests {
     use super::*;
 
-    const LINE: &str = "plugin 0.1.0+git1.abc, ggml 0.20-0.25 (API 2), 0.26 (API 3)";
+    const LINE: &str = "plugin 0.1.0-dev.1+abc, ggml 0.20-0.25 (API 2), 0.26 (API 3)";
 
     #[test]
     fn stamp_lists_the_supported_ggml_versions() {
         let stamp = Stamp::parse(LINE, "ggml_version ggml_op_name").expect("a stamp");
-        assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0+git1.abc");
+        assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0-dev.1+abc");
         for (version, has_v3_symbol, api) in [
             ("0.19.9", false, Err(Unsupported::TooOld)),
             ("0.20.2", false, Ok(2)),

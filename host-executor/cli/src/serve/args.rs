@@ -100,6 +100,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
 
+    /// Memory of the host that the graphs of all guests together may take on GPUs, such as 8G. One
+    /// guest has 1 GiB of it for each GPU at most. With --isolate it is divided by
+    /// --max-guests and the virtual machines.
+    /// [default: half of the memory of the machine or its control group]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    host_memory: Option<u64>,
+
     /// The longest time of one node of a graph in seconds, by estimate. A graph with a longer node
     /// fails, and its guest is told why. [default: 3600 on the cpu engine, 60 on a GPU]
     #[arg(long, value_name = "SECONDS")]
@@ -134,8 +141,8 @@ pub(crate) struct Args {
     no_batch: bool,
 
     /// With --engine ggml or auto and without --isolate: serve guests although each of them can end
-    /// this process, and with it the work of all others. Backends of ggml trust the indices in
-    /// tensors.
+    /// this process, and read and change the memory of the others. Backends of ggml trust the
+    /// indices in tensors.
     #[arg(long)]
     trust_guests: bool,
 
@@ -329,6 +336,7 @@ impl Args {
         settings.certs = self.certs.clone().or(settings.certs);
         settings.crl = self.crl.clone().or(settings.crl);
         settings.memory = self.memory.or(settings.memory);
+        settings.host_memory = self.host_memory.or(settings.host_memory);
         let seconds = self
             .max_node_time
             .map(|n| Duration::from_secs(n.get().into()));

@@ -1,9 +1,9 @@
 //! What the main thread waits for: signals, reloads, and the loss of the engine.
 
 use std::io::{Write as _, stdout};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
-use std::sync::{Arc, OnceLock};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -13,8 +13,7 @@ use tracing::{Level, error, info};
 use vgpu_executor::added_guests::{GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
-use vgpu_executor::status::StatusHandle;
-use vgpu_executor::{DUMP_TARGET, OperatorRequest, end_with_last_log, log_dump};
+use vgpu_executor::{DumpThread, OperatorRequest, end_with_last_log};
 use vgpu_transport::link::socket_file;
 
 /// Signals within this time of the first one count as one: `timeout` and some service managers
@@ -41,9 +40,6 @@ pub(super) enum Task {
     Reload,
     Perform(OperatorRequest),
 }
-
-/// What SIGUSR1 dumps, once there is something.
-pub(super) type DumpSource = Arc<OnceLock<StatusHandle>>;
 
 /// Ends the process because the engine hangs. The log says why.
 pub(super) fn end_stuck(_: &str) {
@@ -177,27 +173,6 @@ pub(super) fn describe_reload(settings: &Settings, late: &[&str]) -> String {
     text
 }
 
-/// Starts the thread that writes dumps into the log, and returns how to ask for one. A supervisor
-/// waits up to two seconds for the dumps of its workers: signals arrive meanwhile. One further dump
-/// is remembered while the thread writes one. Others are left out.
-fn start_dumps(dumps: DumpSource) -> anyhow::Result<SyncSender<&'static str>> {
-    let (wanted, queue) = mpsc::sync_channel(1);
-    std::thread::Builder::new()
-        .name("vgpu-dump".into())
-        .spawn(move || {
-            for signal in queue {
-                match dumps.get() {
-                    Some(status) => log_dump(status),
-                    None => {
-                        info!(target: DUMP_TARGET, "{signal} received: there is nothing to dump yet");
-                    }
-                }
-            }
-        })
-        .context("no thread for dumps")?;
-    Ok(wanted)
-}
-
 /// Sends an event for the first SIGTERM or SIGINT and for each SIGHUP. A second SIGTERM or SIGINT
 /// ends the process at once, and so does the first one before programs are served. SIGUSR1 writes a
 /// dump into the log, whatever the main thread does.
@@ -206,10 +181,9 @@ fn start_dumps(dumps: DumpSource) -> anyhow::Result<SyncSender<&'static str>> {
 /// thread uses nothing that needs the linker's lock ([`vgpu_executor::log_queue`]).
 pub(super) fn catch_signals(
     events: Sender<Event>,
-    dumps: DumpSource,
+    dumps: DumpThread,
     serving: Serving,
 ) -> anyhow::Result<()> {
-    let wanted = start_dumps(dumps)?;
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("signals cannot be caught")?;
     let (begun, has_begun) = mpsc::sync_channel(1);
@@ -223,7 +197,7 @@ pub(super) fn catch_signals(
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
                 match first {
                     // The receiver is gone if the start has failed.
-                    _ if signal == SIGUSR1 => drop(wanted.try_send(name)),
+                    _ if signal == SIGUSR1 => dumps.write_into_log(),
                     _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
                     None if serving.ends_at_once() => {
                         socket_file::remove_all();

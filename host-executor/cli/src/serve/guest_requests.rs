@@ -1,12 +1,16 @@
 //! Guests that clients of the control socket add, list and remove.
 
 use tracing::{error, info};
-use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestList, GuestRequest};
+use vgpu_executor::added_guests::{
+    AddedGuests, DeviceCapacity, GuestAnswer, GuestList, GuestRequest,
+};
 use vgpu_executor::config::Settings;
+use vgpu_executor::size::shown;
 use vgpu_executor::status::{Progress, StatusHandle};
 
 /// Carries out `request`. `apply` makes settings effective, or fails and changes nothing.
-/// `running`: the settings that are effective, with the guests of `added`.
+/// `running`: the settings that are effective, with the guests of `added`. After the removal of a
+/// guest, the caller ends the sessions of the guest ([`log_ended`] says so).
 pub(super) fn answer(
     request: &GuestRequest,
     added: &mut AddedGuests,
@@ -20,6 +24,13 @@ pub(super) fn answer(
             error!("the guests are unchanged: {error:#}");
             GuestAnswer::Refused(format!("{error:#}"))
         }
+    }
+}
+
+/// Logs that the sessions of a guest that was removed are ended.
+pub(super) fn log_ended(guest: &str, sessions: usize) {
+    if sessions > 0 {
+        info!(guest, "{sessions} sessions of the guest are ended");
     }
 }
 
@@ -41,7 +52,7 @@ fn change(
     match request {
         GuestRequest::Add(guest) => info!(
             guest = guest.name,
-            memory = guest.memory,
+            memory = guest.memory.map(shown),
             weight = guest.weight,
             "a client of the control socket has added or changed the guest"
         ),
@@ -60,16 +71,22 @@ fn list(added: &AddedGuests, running: &Settings, status: &StatusHandle) -> Guest
     let mut configured = running.clone();
     added.remove_from(&mut configured);
     let snapshot = status.status();
-    // An added guest has a quota on each device.
-    let left = snapshot.engines().enumerate().map(|(device, engine)| {
+    let devices = snapshot.engines().enumerate().map(|(device, engine)| {
         let guests = configured.guests.iter();
         let quotas = guests.map(|guest| guest.rule.policy.quota_on(device));
         let reserved = quotas.fold(0, u64::saturating_add);
-        engine.memory_total.saturating_sub(reserved)
+        DeviceCapacity {
+            memory: engine.memory_total.saturating_sub(reserved),
+            raised: added.raised(running, device),
+            address: engine.gpu.as_ref().map(|gpu| gpu.address.clone()),
+        }
     });
+    let devices: Vec<_> = devices.collect();
+    let least = devices.iter().map(|device| device.memory).min();
     GuestList {
         guests: added.list(),
-        memory: left.min().unwrap_or_default(),
+        memory: least.unwrap_or_default(),
+        devices,
         unavailable: unavailable(status),
     }
 }

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use rustix::io::Errno;
+use signal_hook::consts::SIGTERM;
 use tracing::{error, info};
 use vgpu_executor::config::{GuestSettings, Settings, VmDevice};
 use vgpu_executor::isolate::Supervisor;
 use vgpu_executor::listener::{ListenerId, Watched};
-use vgpu_executor::vm::{IvshmemListener, VfioUserListener, VmOptions};
+use vgpu_executor::vm::{IvshmemListener, VfioUserConnections, VfioUserListener, VmOptions};
 use vgpu_executor::{Server, service};
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFileError};
@@ -121,6 +122,8 @@ pub(super) struct Listeners {
     device: VmDevice,
     /// Whether virtual machines are among them.
     has_machines: bool,
+    /// Whether the process gives up making sockets.
+    is_isolated: bool,
     open: Vec<(ListenerSpec, ListenerId)>,
 }
 
@@ -133,7 +136,16 @@ impl Listeners {
             certificates: certificates::load(settings)?,
             device: settings.device,
             has_machines: true,
+            is_isolated: false,
             open: Vec::new(),
+        })
+    }
+
+    /// The listeners of the process of a virtual machine, which gives up making sockets.
+    pub(super) fn of_isolated_machine(settings: &Settings) -> anyhow::Result<Listeners> {
+        Ok(Listeners {
+            is_isolated: true,
+            ..Listeners::new(settings)?
         })
     }
 
@@ -241,7 +253,7 @@ impl Listeners {
             ListenAddress::Endpoint { endpoint, mode } => {
                 bind_endpoint(endpoint, *mode, self.certificates.as_ref())?
             }
-            ListenAddress::Vm(options) => bind_vm(options.clone(), self.device)?,
+            ListenAddress::Vm(options) => bind_vm(options.clone(), self.device, self.is_isolated)?,
         };
         Ok(BoundListener(spec, listener))
     }
@@ -296,15 +308,32 @@ fn bind_endpoint(
     }
 }
 
+/// Hypervisors of a virtual machine, one after the other, that an isolated process serves.
+const MAX_HYPERVISORS: usize = 32;
+
+/// Ends this process as its supervisor would, which starts another one.
+fn end_process() {
+    // To this thread: the sandbox of the CPU engine has no call for a signal to a process.
+    if let Err(error) = signal_hook::low_level::raise(SIGTERM) {
+        error!("this process cannot end itself: {error}");
+    }
+}
+
 /// Listens for a virtual machine's hypervisor. Takes the machine's files in the fd store, also
 /// those of an earlier listener of this process.
-fn bind_vm(options: VmOptions, device: VmDevice) -> anyhow::Result<AnyListener> {
+fn bind_vm(options: VmOptions, device: VmDevice, is_isolated: bool) -> anyhow::Result<AnyListener> {
     let (path, group) = (options.socket.clone(), options.group.clone());
     let opened = match device {
         VmDevice::Ivshmem => {
             let files = service::stored_files();
             let mut files = files.context("copies of the files in the fd store")?;
             IvshmemListener::open(options, &mut files).map(AnyListener::Ivshmem)
+        }
+        VmDevice::VfioUser if is_isolated => {
+            let connections = VfioUserConnections::in_advance(MAX_HYPERVISORS);
+            let connections = connections.context("connections for hypervisors")?;
+            VfioUserListener::open_isolated(options, connections, end_process)
+                .map(AnyListener::VfioUser)
         }
         VmDevice::VfioUser => VfioUserListener::open(options).map(AnyListener::VfioUser),
     };

@@ -13,7 +13,7 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
 use vgpu_executor::config::{LogFormat, Settings};
-use vgpu_executor::{DUMP_TARGET, log_queue, service};
+use vgpu_executor::{log_queue, service};
 
 /// Starts the thread that writes the log. A process that gives up its files while it has one thread
 /// does so afterwards.
@@ -163,28 +163,5 @@ fn parse(filter: &str) -> Result<Targets, FilterError> {
             }
         };
     }
-    // Lines that somebody has asked for with a signal.
-    Ok(targets.with_target(DUMP_TARGET, LevelFilter::INFO))
-}
-
-#[cfg(test)]
-mod tests {
-    use tracing::Level;
-
-    use super::*;
-
-    #[test]
-    fn dumps_are_shown_with_every_filter() {
-        for filter in [
-            "error",
-            "off",
-            "vgpu_executor=warn",
-            "debug",
-            "vgpu_dump=off",
-        ] {
-            let parsed = parse(filter).unwrap();
-            assert!(parsed.would_enable(DUMP_TARGET, &Level::INFO), "{filter}");
-        }
-        assert!(!parse("error").unwrap().would_enable("vgpu", &Level::INFO));
-    }
+    Ok(targets)
 }

@@ -15,15 +15,19 @@ mod sandboxing;
 mod single;
 mod status_page;
 mod trim_pages;
+mod unused;
 
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 
+use anyhow::Context as _;
+use vgpu_executor::DumpThread;
 use vgpu_executor::config::Settings;
 
+use crate::child_status;
 use crate::config_error::ConfigError;
 use crate::engine_probe;
 use crate::own_program::check_supervisor;
-use events::{DumpSource, Serving, catch_signals};
+use events::{Serving, catch_signals};
 use listeners::Listeners;
 use logging::{Logging, start_writer};
 
@@ -45,6 +49,7 @@ pub(crate) fn start_log(settings: &Settings) -> anyhow::Result<()> {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    child_status::keep().context("the exit statuses of processes")?;
     vgpu_executor::limit_kept_memory();
     if let Some(version) = &args.supervised {
         check_supervisor("process of a virtual machine", Some(version))?;
@@ -54,8 +59,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(engine) = settings.engines.needs_trust() {
         anyhow::ensure!(
             settings.trust_guests || args.isolate,
-            "with the engine {engine} a guest can end this process, and with it the work of all \
-             other guests: give each guest a process with --isolate, or allow it with \
+            "with the engine {engine} a guest can end this process, and read and change the memory \
+             of other guests: give each guest a process with --isolate, or allow it with \
              --trust-guests"
         );
     }
@@ -87,21 +92,31 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     start_writer()?;
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
     let (sender, events) = mpsc::channel();
-    let dumps = DumpSource::default();
+    let dumps = DumpThread::start().context("no thread for dumps")?;
     let serving = Serving::default();
-    catch_signals(sender.clone(), Arc::clone(&dumps), serving.clone())?;
+    catch_signals(sender.clone(), dumps.clone(), serving.clone())?;
     let channel = (sender, &events);
+    let choose = || {
+        dumps.begin_step("engines are tried");
+        choose()
+    };
     if args.isolate {
+        let observers = observe::bind(&settings)?.start(&dumps)?;
         // Its workers and the processes of its virtual machines get the engines by name.
         let engine = choose()?;
         // Has no engine, and processes that are to end in order.
         serving.begin();
-        return isolated::run(args, settings, &engine, channel, &dumps, &mut logging);
+        let observed = (observers, &dumps);
+        return isolated::run(args, settings, &engine, channel, observed, &mut logging);
     }
-    let (sockets, engine) = match machine {
-        Some(machine) => machine,
+    let (sockets, observers, engine) = match machine {
+        Some(((sockets, observers), engine)) => (sockets, observers.start(&dumps)?, engine),
         // Programs connect, and wait, while engines are tried.
-        None => (single::bind(&settings)?, choose()?),
+        None => {
+            let (sockets, observers) = single::bind(&settings)?;
+            let observers = observers.start(&dumps)?;
+            (sockets, observers, choose()?)
+        }
     };
     single::run(
         args,
@@ -109,7 +124,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         &engine,
         sockets,
         channel,
-        (&dumps, &serving),
+        (observers, &dumps, &serving),
         &mut logging,
     )
 }

@@ -38,7 +38,7 @@ pub(super) fn before_engine(engines: &[EngineKind], is_disabled: bool) -> anyhow
     if is_disabled || profile(engines) == Profile::Cpu {
         return Ok(0);
     }
-    sandbox::drop_before_driver().context(REMEDY)
+    sandbox::drop_current_capabilities().context(REMEDY)
 }
 
 /// Enters the sandbox, unless the operator has disabled it. `dropped`: what [`before_engine`] has

@@ -12,45 +12,47 @@ use vgpu_engine::Engine;
 use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
-use vgpu_executor::sandbox::Role;
+use vgpu_executor::sandbox::{self, Role};
+use vgpu_executor::size::shown;
 use vgpu_executor::{
-    Limits, OperatorRequest, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine,
-    service,
+    DumpThread, Limits, OperatorRequest, Server, Shutdown, StartWatch, WeightStore,
+    end_with_last_log, engine, service,
 };
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
 use super::drain_text;
 use super::events::{
-    DumpSource, Event, Serving, Task, announce, describe_kill, describe_reload, end_stuck,
-    wait_for_end,
+    Event, Serving, Task, announce, describe_kill, describe_reload, end_stuck, wait_for_end,
 };
 use super::guest_requests;
 use super::kept_machines::KeptMachines;
 use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
-use super::observe::Observers;
-use super::sandboxing::Confined;
-use super::{observe, sandboxing, trim_pages};
+use super::observe::{Observers, StartedObservers};
+use super::sandboxing::{Confined, REMEDY};
+use super::{observe, sandboxing, trim_pages, unused};
 
-/// The sockets that the settings ask for. Nobody is served yet.
+/// The sockets for guests that the settings ask for. Nobody is served yet.
 pub(super) struct Sockets {
     listeners: Listeners,
     prepared: Vec<BoundListener>,
     kept: KeptMachines,
-    observers: Observers,
 }
 
-pub(super) fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
-    let listeners = Listeners::new(settings)?;
+pub(super) fn bind(settings: &Settings) -> anyhow::Result<(Sockets, Observers)> {
+    bind_with(Listeners::new(settings)?, settings)
+}
+
+fn bind_with(listeners: Listeners, settings: &Settings) -> anyhow::Result<(Sockets, Observers)> {
     let kept = KeptMachines::take_over(settings)?;
     let prepared = listeners.prepare(settings)?;
-    Ok(Sockets {
+    let sockets = Sockets {
         listeners,
         prepared,
         kept,
-        observers: observe::bind(settings)?,
-    })
+    };
+    Ok((sockets, observe::bind(settings)?))
 }
 
 /// Opens the sockets of a virtual machine's process, and gives up the files of the user.
@@ -58,8 +60,13 @@ pub(super) fn bind_and_isolate(
     args: &Args,
     settings: &Settings,
     selection: &Selection,
-) -> anyhow::Result<Sockets> {
-    let sockets = bind(settings)?;
+) -> anyhow::Result<(Sockets, Observers)> {
+    if !args.no_sandbox {
+        // The process has the machine's files from its start.
+        sandbox::hide().context(REMEDY)?;
+    }
+    let listeners = Listeners::of_isolated_machine(settings)?;
+    let sockets = bind_with(listeners, settings)?;
     if !args.no_sandbox {
         sandboxing::isolate_files(&selection.engines)?;
     }
@@ -72,7 +79,7 @@ pub(super) fn run(
     selection: &Selection,
     sockets: Sockets,
     (sender, events): (Sender<Event>, &Receiver<Event>),
-    (dumps, serving): (&DumpSource, &Serving),
+    (observers, dumps, serving): (StartedObservers, &DumpThread, &Serving),
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     let kinds = &selection.engines;
@@ -81,14 +88,16 @@ pub(super) fn run(
         mut listeners,
         prepared,
         kept,
-        observers,
     } = sockets;
     let dropped = sandboxing::before_engine(kinds, args.no_sandbox)?;
-    let engines = start_engines(kinds, settings.threads, settings.memory, start_time)?;
+    let (threads, memory) = (settings.threads, settings.memory);
+    let engines = start_engines(kinds, threads, memory, start_time, dumps)?;
+    let usual = Limits::of_this_process().context("limits of the kernel")?;
     let limits = Limits {
         map_buffers: settings.share_buffers,
         batch: settings.batch,
-        ..Limits::of_this_process().context("limits of the kernel")?
+        host_memory: settings.host_memory.unwrap_or(usual.host_memory),
+        ..usual
     };
     let (node_time, turn_time) = (settings.max_node_time, settings.max_turn_time);
     let devices = engines.iter().map(|engine| {
@@ -97,10 +106,11 @@ pub(super) fn run(
     });
     let server = Server::with_devices(devices.collect(), settings.max_guests);
     let mut server = server.context("no thread")?;
+    set_places(args, &server, &settings);
     if let Some(gpu) = &selection.unused_gpu {
         server.set_unused_gpu(gpu);
     }
-    let _ = dumps.set(server.status_handle());
+    dumps.set_source(server.status_handle());
     server.watch(end_stuck).context("no thread")?;
     server
         .apply(settings.rules())
@@ -117,8 +127,8 @@ pub(super) fn run(
             version = crate::own_program::VERSION,
             engine = engine.name(),
             device = engine.description(),
-            memory = memory.total,
-            free = memory.free,
+            memory = %shown(memory.total),
+            free = %shown(memory.free),
             "vgpu starts"
         );
     }
@@ -133,6 +143,7 @@ pub(super) fn run(
         true => Role::Machine,
         false => Role::Server,
     };
+    unused::log(args, &settings, kinds);
     let confined = sandboxing::enter(kinds, role, args.no_sandbox, dropped)?;
     watch_gpus(&server, kinds)?;
     serving.begin();
@@ -152,6 +163,7 @@ pub(super) fn run(
         listeners: &mut listeners,
         added: AddedGuests::default(),
         confined: &confined,
+        engines: kinds,
     });
     let outcome = wait_for_end(
         events,
@@ -189,7 +201,7 @@ pub(super) fn run(
     Ok(())
 }
 
-/// Starts the engines, each of which has `limit` to answer.
+/// Starts the engines, each of which has `limit` to answer. Dumps say which one starts.
 ///
 /// # Errors
 /// An engine does not start, or two of them have the same device.
@@ -198,9 +210,11 @@ pub(super) fn start_engines(
     threads: Threads,
     memory: Option<u64>,
     limit: Option<Duration>,
+    dumps: &DumpThread,
 ) -> anyhow::Result<Vec<Arc<dyn Engine>>> {
     let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
     for kind in kinds {
+        dumps.begin_step(format!("the engine {kind} starts"));
         let starting = StartWatch::begin(limit).context("no thread")?;
         // The CPU engine takes no time.
         if let Some(limit) = limit.filter(|_| *kind != EngineKind::Cpu) {
@@ -229,6 +243,7 @@ struct Changeable<'a> {
     listeners: &'a mut Listeners,
     added: AddedGuests,
     confined: &'a Confined,
+    engines: &'a [EngineKind],
 }
 
 /// Carries out a request of the operator. On failure nothing has changed.
@@ -279,6 +294,23 @@ fn watch_gpus(_: &Server, _: &[EngineKind]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Checks that the numbers of devices in a configuration mean the running engines. Those of added
+/// guests do: these guests were added to this process.
+pub(super) fn check_devices(file: &Settings, running: &Settings) -> anyhow::Result<()> {
+    let mut file = file.clone();
+    file.keep_until_restart(running);
+    Ok(file.check_devices()?)
+}
+
+/// Limits the programs that are served at once, and divides the host memory among guests.
+fn set_places(args: &Args, server: &Server, settings: &Settings) {
+    server.set_max_sessions(settings.max_guests);
+    if args.isolated_machine {
+        // Its programs are one guest.
+        server.serve_one_guest();
+    }
+}
+
 /// Applies the configuration as it is now. On failure nothing has changed.
 fn reload(
     args: &Args,
@@ -291,8 +323,10 @@ fn reload(
         listeners,
         added,
         confined,
+        engines,
     } = changeable;
     let mut wanted = args.settings()?;
+    check_devices(&wanted, running)?;
     added.add_to(&mut wanted)?;
     let late = wanted.needs_restart(running);
     ensure!(
@@ -301,7 +335,6 @@ fn reload(
          restart"
     );
     wanted.keep_until_restart(running);
-    wanted.check_devices()?;
     let filter = logging.check(&wanted)?;
     let certificates = certificates::load(&wanted)?;
     let prepared = listeners.prepare(&wanted)?;
@@ -315,9 +348,10 @@ fn reload(
         }
         _ => 0,
     };
-    server.set_max_sessions(wanted.max_guests);
+    set_places(args, server, &wanted);
     logging.change(filter);
     listeners.switch(*server, &wanted, prepared, confined)?;
+    unused::log(args, &wanted, engines);
     *running = wanted;
     let mut text = describe_reload(running, &late);
     if refused > 0 {
@@ -339,13 +373,18 @@ fn change_guests(
         listeners,
         added,
         confined,
+        ..
     } = changeable;
     let status = server.status_handle();
-    guest_requests::answer(request, added, running, &status, |wanted| {
+    let answer = guest_requests::answer(request, added, running, &status, |wanted| {
         let prepared = listeners.prepare(wanted)?;
         server
             .apply(wanted.rules())
             .context("the limits of the guests")?;
         listeners.switch(*server, wanted, prepared, confined)
-    })
+    });
+    if let GuestRequest::Remove { name } = request {
+        guest_requests::log_ended(name, server.end_removed(name));
+    }
+    answer
 }

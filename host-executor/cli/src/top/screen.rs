@@ -452,6 +452,13 @@ mod tests {
         assert!(text.contains(line), "{text}");
         status.engine.gpu = None;
         assert!(!screen(&status).contains("GPU"));
+        // `vgpu ps` says which, and why.
+        status.engine.unused_gpu = Some("cuda:0 (NVIDIA L4) is not used: no driver".into());
+        let text = screen(&status);
+        let head = text.lines().next().unwrap_or_default();
+        assert!(head.contains("a GPU is not used"), "{text}");
+        status.engine.unused_gpu = None;
+        assert!(!screen(&status).contains("is not used"));
         // Each device has a box. Those that have no room are counted.
         for device in 1..6 {
             status.further_engines.push(EngineStatus {

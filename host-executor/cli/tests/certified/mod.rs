@@ -46,6 +46,18 @@ pub(crate) fn info(folder: &Path, name: &str) -> CertificateInfo {
 /// Makes a certificate of the authority in `folder` that is valid from 1 January of `from` to that
 /// of `to`, which `vgpu cert` refuses to do. Returns its folder.
 pub(crate) fn forge(folder: &Path, side: &str, name: &str, from: i32, to: i32) -> PathBuf {
+    let end = std::time::SystemTime::from(date_time_ymd(to, 1, 1));
+    forge_until(folder, side, name, from, end)
+}
+
+/// As [`forge`], valid until the second of `end`.
+pub(crate) fn forge_until(
+    folder: &Path,
+    side: &str,
+    name: &str,
+    from: i32,
+    end: std::time::SystemTime,
+) -> PathBuf {
     let text = |path: PathBuf| fs::read_to_string(path).expect("a file of the authority");
     let authority = PemFile::read(&folder.join("ca.pem")).expect("an authority");
     let authority = authority
@@ -70,7 +82,7 @@ pub(crate) fn forge(folder: &Path, side: &str, name: &str, from: i32, to: i32) -
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);
     params.not_before = date_time_ymd(from, 1, 1);
-    params.not_after = date_time_ymd(to, 1, 1);
+    params.not_after = end.into();
     params.extended_key_usages = vec![match side {
         "host" => ExtendedKeyUsagePurpose::ServerAuth,
         _ => ExtendedKeyUsagePurpose::ClientAuth,

@@ -114,6 +114,54 @@ fn engine_that_aborts_ends_the_session_of_its_guest_only() {
     );
 }
 
+/// A device that was unplugged or reset answers every graph with an error. It may be there again
+/// for the next process.
+#[test]
+fn worker_ends_when_its_device_is_lost() {
+    let scratch = Scratch::new("isolate-lost");
+    let lost = scratch.path().join("lost");
+    let end = format!(
+        "return access(\"{}\", F_OK) ? compute(backend, graph) : GGML_STATUS_FAILED;",
+        lost.display()
+    );
+    let changes = Changes {
+        end: &end,
+        ..Changes::default()
+    };
+    let library = changed_backend(&ggml::cached(""), scratch.path(), &changes);
+    let engine = format!("--engine=ggml:{}", library.display());
+    let isolate = ["--isolate", "--guest-memory", "10M", &engine];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let (mut other, _) = guest(&serve, &scratch);
+    compute(&mut other);
+    let (mut first, session) = guest(&serve, &scratch);
+    compute(&mut first);
+    let worker = workers(&serve, 2)[&session];
+    fs::write(&lost, "").expect("a file");
+    let a = first.alloc_with(&bytes(&[3.0, 4.0]));
+    first.graph(GraphId(7), &add(2, a, a, a));
+    for _ in 0..8 {
+        first.submit(GraphId(7));
+    }
+    let start = Instant::now();
+    while rustix::process::test_kill_process(worker).is_ok() {
+        assert!(
+            start.elapsed() < TIMEOUT,
+            "the worker keeps the lost device"
+        );
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    fs::remove_file(&lost).expect("it is there");
+    compute(&mut other);
+    let (mut next, _) = guest(&serve, &scratch);
+    compute(&mut next);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let said = "the engine cannot work again in this process: ";
+    assert_eq!(log.matches(said).count(), 1, "{log}");
+}
+
 #[test]
 fn workers_are_sandboxed_and_end_with_their_supervisor() {
     let scratch = Scratch::new("isolate-box");

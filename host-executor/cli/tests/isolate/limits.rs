@@ -1,13 +1,15 @@
 //! How many guests there may be, and what isolation requires.
 
+use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 
 use crate::common::{Guest, TIMEOUT};
 use crate::compute;
-use crate::served::workers::guest;
+use crate::served::workers::{guest, workers};
 use crate::served::{Scratch, Serve, vgpu};
 
 #[test]
@@ -27,7 +29,7 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
         let Reply::Refused { reason, .. } = refused else {
             panic!("{refused:?}");
         };
-        assert!(reason.contains("31457280"), "{reason}");
+        assert!(reason.contains("of 30.0 MiB free"), "{reason}");
     }
     let mut third = serve.connect(&scratch.socket());
     third.send(&Request::Fence {});
@@ -63,21 +65,106 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     assert!(!keeps_files || std::env::var_os("CI").is_none(), "{log}");
 }
 
-/// A user who connects again and again starts no process for three quarters of the places and more.
+/// A user who connects again and again gets no further process, and so no further memory, beyond
+/// the limit of one origin.
 #[test]
 fn one_user_cannot_take_all_workers() {
-    let scratch = Scratch::new("isolate-user");
-    // Six places in 64M.
-    let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "10M"]);
-    let mut guests: Vec<Guest> = (0..5).map(|_| guest(&serve, &scratch).0).collect();
-    let reason = serve.connect(&scratch.socket()).ended();
-    assert!(
-        reason.contains("has 5 programs here, its limit is 5"),
-        "{reason}"
-    );
-    guests.iter_mut().for_each(compute);
+    let uid = rustix::process::getuid().as_raw();
+    let isolated = ["--isolate", "--guest-memory"];
+    for (each, programs, limit) in [
+        // Of six places in 64M, no more than four by default, and of 32 a quarter.
+        ("10M", None, 4),
+        ("2M", None, 8),
+        ("10M", Some(1), 1),
+        // The limit of the configuration replaces the one by default, and no other.
+        ("10M", Some(6), 5),
+    ] {
+        let scratch = Scratch::new("isolate-user");
+        let mut more = vec![isolated[0], isolated[1], each];
+        let file = scratch.path().join("vgpu.toml");
+        let path = file.display().to_string();
+        if let Some(programs) = programs {
+            let text = format!("[unnamed]\nprograms = {programs}\n");
+            std::fs::write(&file, text).expect("a file");
+            more.extend(["--config", &path]);
+        }
+        let serve = Serve::start(&scratch.socket(), &more);
+        let mut guests: Vec<Guest> = (0..limit).map(|_| guest(&serve, &scratch).0).collect();
+        let reason = serve.connect(&scratch.socket()).ended();
+        let said = match programs {
+            Some(6) => format!("has {limit} programs here, its limit is {limit}"),
+            _ => format!(
+                "uid:{uid} has {limit} processes of unnamed guests here, its limit is {limit} \
+                 (unnamed.programs)"
+            ),
+        };
+        assert!(reason.contains(&said), "{each} {programs:?}: {reason}");
+        guests.iter_mut().for_each(compute);
+        serve.signal(Signal::TERM);
+        drop(guests);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+    }
+}
+
+/// Each process has its part of the host memory, and a process that starts after a reload has the
+/// part of the new number of places. Started with SIGCHLD ignored, neither the supervisor nor a
+/// worker ignores it.
+#[test]
+fn each_process_has_its_part_of_the_host_memory() {
+    let scratch = Scratch::new("isolate-host-memory");
+    let control = scratch.path().join("control.sock").display().to_string();
+    let file = scratch.path().join("vgpu.toml");
+    let path = file.display().to_string();
+    let configure = |max_guests| {
+        let text = format!("[server]\nmax-guests = {max_guests}\n");
+        std::fs::write(&file, text).expect("a file");
+    };
+    configure(10);
+    let more = [
+        "--isolate",
+        "--guest-memory",
+        "10M",
+        "--host-memory",
+        "640M",
+    ];
+    let more = [&more[..], &["--config", &path, "--control", &control]].concat();
+    let program = Path::new(env!("CARGO_BIN_EXE_vgpu"));
+    let command = Serve::command_of(program, &scratch.socket(), &more);
+    let mut ignoring = Command::new("env");
+    ignoring
+        .args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_vgpu")])
+        .args(command.get_args());
+    let serve = Serve::of(ignoring);
+    let host_memory = |pid: Pid| {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).expect("a worker");
+        let mut words = line.split('\0');
+        let part = words.find_map(|word| word.strip_prefix("--host-memory="));
+        part.expect("an argument").parse::<u64>().expect("a number")
+    };
+    let (one, first) = guest(&serve, &scratch);
+    let worker = workers(&serve, 1)[&first];
+    assert_eq!(host_memory(worker), 64 << 20);
+    for pid in [Pid::from_child(&serve.child), worker] {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+        let mut lines = status.lines();
+        let ignored = lines
+            .find_map(|line| line.strip_prefix("SigIgn:"))
+            .expect("a line");
+        let ignored = u64::from_str_radix(ignored.trim(), 16).expect("a number");
+        assert_eq!(ignored >> (Signal::CHILD.as_raw() - 1) & 1, 0, "{status}");
+    }
+
+    configure(5);
+    let reload = vgpu(&["reload", "--control", &control]).output();
+    let reload = reload.expect("it starts");
+    assert!(reload.status.success(), "{reload:?}");
+    let (two, second) = guest(&serve, &scratch);
+    let both = workers(&serve, 2);
+    assert_eq!(host_memory(both[&second]), 128 << 20);
+    assert_eq!(host_memory(both[&first]), 64 << 20, "it keeps its part");
     serve.signal(Signal::TERM);
-    drop(guests);
+    drop((one, two));
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
+use vgpu_transport::size::shown;
 use vgpu_transport::wire::{MIN_EXTENT, Reply, Request};
 
 use crate::common::model::{for_weights, lookup, read_all, upload};
@@ -121,7 +122,7 @@ fn each_named_guest_has_a_worker_with_its_quota_and_weight() {
         panic!("more than its quota");
     };
     assert!(
-        reason.contains(&format!("6291456 bytes wanted, {free} of 20971520 free")),
+        reason.contains(&format!("6.0 MiB wanted, {} of 20.0 MiB free", shown(free))),
         "{reason}"
     );
     assert_eq!(memory(&mut other), before);
@@ -340,17 +341,17 @@ fn limits_are_set_in_running_workers() {
     total(&mut other, 10 << 20);
     let reason = other.refusal(4096);
     assert!(
-        reason.contains("4096 bytes wanted, 0 of 10485760 free"),
+        reason.contains("4.0 KiB wanted, 0 B of 10.0 MiB free"),
         "{reason}"
     );
     for (words, wanted) in [
         (
             ["b", "memory=65M"],
-            "a quota of 68157440 bytes for guest b: the engine has 67108864",
+            "a quota of 65.0 MiB for guest b: the engine has 64.0 MiB",
         ),
         (
             ["b", "memory=60M"],
-            "the named guests have 83886080 bytes of memory in all",
+            "the named guests have 80.0 MiB of memory in all",
         ),
         (["c", "memory=1M"], "no guest is named \"c\""),
     ] {

@@ -1,11 +1,13 @@
 //! Virtual machines, whose processes are replaced.
 
 use std::fs;
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
 use vgpu_transport::wire::{DeviceCount, Offer, Reply};
@@ -204,6 +206,44 @@ fn virtual_machine_keeps_running_after_its_fd_store_ends() {
     assert_eq!(log.matches(said).count(), 2, "{log}");
 }
 
+/// A process that a hypervisor's guest has taken over reaches no file and no control socket. Each
+/// QEMU that is started gets the device all the same, also when the process has no connection left
+/// for another one and a new process takes over.
+#[test]
+fn process_of_a_machine_with_vfio_user_gives_up_files_and_sockets() {
+    const CAPABILITIES: &[u8] = b"{\"capabilities\":{}}\0";
+    // The version negotiation: id, command, size, flags, error, versions, text.
+    let mut request = [0u16.to_le_bytes(), 1u16.to_le_bytes()].concat();
+    request.extend((20 + CAPABILITIES.len() as u32).to_le_bytes());
+    request.extend([0; 12]);
+    request.extend(CAPABILITIES);
+    let scratch = Scratch::new("isolate-vfio");
+    let socket = scratch.path().join("vm1.sock");
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let isolate = ["--isolate", "--guest-memory", "20M"];
+    let device = ["--device", "vfio-user", "--vm", &vm];
+    let serve = Serve::start(&scratch.socket(), &[&isolate[..], &device].concat());
+    for _ in 0..34 {
+        let has_device = || {
+            let mut hypervisor = UnixStream::connect(&socket)?;
+            hypervisor.set_read_timeout(Some(TIMEOUT))?;
+            hypervisor.write_all(&request)?;
+            let mut head = [0; 16];
+            hypervisor.read_exact(&mut head)?;
+            Ok::<_, io::Error>(head[2] == 1)
+        };
+        // The end of the hypervisor before is noticed within moments.
+        wait_for("the device", || has_device().unwrap_or_default());
+    }
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let files = log.lines().filter(|line| line.contains("files: no files"));
+    assert_eq!(files.count(), 2, "{log}");
+    assert_eq!(log.matches("no connection is left").count(), 1, "{log}");
+    assert_eq!(log.matches("is started again").count(), 1, "{log}");
+}
+
 /// An upgrade replaces the program while a supervisor runs: the next executor of a virtual machine
 /// is of the supervisor's version.
 #[test]
@@ -248,6 +288,35 @@ fn fd_store(serve: &Serve) -> Option<Pid> {
 fn executor_of(store: Pid) -> Option<Pid> {
     let children = children(store.as_raw_nonzero().get().cast_unsigned());
     Pid::from_raw(*children.first()?)
+}
+
+/// The supervisor is killed where no service manager keeps files: nobody can take them over. The
+/// fd store of the virtual machine ends, although it keeps files, and so does the executor.
+#[test]
+fn processes_of_a_virtual_machine_end_with_their_killed_supervisor() {
+    let scratch = Scratch::new("isolate-killed");
+    let socket = scratch.path().join("vm1.sock");
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let isolate = ["--isolate", "--guest-memory", "20M", "--vm", &vm];
+    let mut serve = Serve::start(&scratch.socket(), &isolate);
+    let machine = Machine::plug(&socket);
+    compute(&mut machine.guest());
+    let store = fd_store(&serve).expect("it runs");
+    let executor = executor_of(store).expect("an executor");
+    serve.child.kill().expect("it is there");
+    serve.child.wait().expect("it can be waited for");
+    for (process, what) in [(store, "fd store"), (executor, "executor")] {
+        wait_for(&format!("the end of the {what}"), || {
+            test_kill_process(process).is_err()
+        });
+    }
+    // The next supervisor has a device for the next QEMU.
+    drop(machine);
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    compute(&mut Machine::plug(&socket).guest());
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
 }
 
 /// The dump of the supervisor.

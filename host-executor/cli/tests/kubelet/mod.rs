@@ -14,8 +14,9 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status};
 use vgpu_kubernetes::api::device_plugin::{
-    AllocateRequest, ContainerAllocateRequest, ContainerAllocateResponse, Device,
-    DevicePluginClient, Empty, HEALTHY, ListAndWatchResponse, PreStartContainerRequest,
+    AllocateRequest, ContainerAllocateRequest, ContainerAllocateResponse,
+    ContainerPreferredAllocationRequest, Device, DevicePluginClient, DevicePluginOptions, Empty,
+    HEALTHY, ListAndWatchResponse, PreStartContainerRequest, PreferredAllocationRequest,
     RegisterRequest, Registration, RegistrationServer, UNHEALTHY, VERSION,
 };
 use vgpu_kubernetes::api::pod_resources::{
@@ -44,7 +45,11 @@ pub(crate) const CONTAINER: &str = "llama";
 /// A registered device plugin.
 struct Plugin {
     client: DevicePluginClient<Channel>,
+    options: DevicePluginOptions,
+    /// The health of each device.
     devices: BTreeMap<String, String>,
+    /// The NUMA nodes of each device, if the plugin names any.
+    nodes: BTreeMap<String, Vec<i64>>,
     /// Which registration it is of.
     generation: u64,
     /// The lists that it has sent.
@@ -217,10 +222,19 @@ impl Kubelet {
             .ok_or_else(|| format!("no plugin for {resource}"))
     }
 
-    /// Admits a pod: its container gets devices that are healthy and free.
+    /// Admits a pod with seats and slices of memory.
     pub(crate) fn admit(&self, name: &str, seats: usize, slices: usize) -> Result<Pod, String> {
+        self.admit_with(name, &[(MEMORY, slices), (SEAT, seats)])
+    }
+
+    /// Admits a pod: its container gets devices of each resource that are healthy and free.
+    pub(crate) fn admit_with(
+        &self,
+        name: &str,
+        resources: &[(&str, usize)],
+    ) -> Result<Pod, String> {
         let mut pod = Pod::default();
-        for (resource, count) in [(MEMORY, slices), (SEAT, seats)] {
+        for &(resource, count) in resources {
             if count == 0 {
                 continue;
             }
@@ -228,12 +242,62 @@ impl Kubelet {
             if free.len() < count {
                 return Err(format!("{} of {count} {resource} are free", free.len()));
             }
-            let ids = free[..count].to_vec();
+            let ids = self.choose(resource, &free, count)?;
             pod.responses.push(self.allocate(resource, &ids)?);
             pod.devices.insert(resource.into(), ids);
         }
         lock(&self.state).pods.insert(name.into(), pod.clone());
         Ok(pod)
+    }
+
+    /// Chooses devices among those that are free: the ones that the plugin prefers, if the plugin
+    /// has registered as one that does, and then others.
+    fn choose(&self, resource: &str, free: &[String], count: usize) -> Result<Vec<String>, String> {
+        let options = lock(&self.state)
+            .plugins
+            .get(resource)
+            .map(|plugin| plugin.options);
+        let mut chosen = Vec::new();
+        if options.is_some_and(|options| options.get_preferred_allocation_available) {
+            let request = PreferredAllocationRequest {
+                container_requests: vec![ContainerPreferredAllocationRequest {
+                    available_device_ids: free.to_vec(),
+                    must_include_device_ids: Vec::new(),
+                    allocation_size: i32::try_from(count).expect("a small number"),
+                }],
+            };
+            let mut client = self.client(resource)?;
+            let answer = client.get_preferred_allocation(request);
+            let answer = self.runtime.block_on(answer);
+            let answer = answer.map_err(|status| status.message().to_owned())?;
+            let responses = answer.into_inner().container_responses;
+            assert_eq!(responses.len(), 1, "a response for each container");
+            chosen = responses[0].device_ids.clone();
+            chosen.retain(|id| free.contains(id));
+            chosen.truncate(count);
+        }
+        let others = free.iter().filter(|id| !chosen.contains(id)).cloned();
+        let others: Vec<_> = others.take(count - chosen.len()).collect();
+        chosen.extend(others);
+        Ok(chosen)
+    }
+
+    /// The devices of a resource that a pod has, each with its health.
+    pub(crate) fn devices_of(&self, pod: &str, resource: &str) -> Vec<(String, String)> {
+        let state = lock(&self.state);
+        let known = &state.plugins[resource].devices;
+        let ids = state.pods[pod].devices[resource].iter();
+        ids.map(|id| (id.clone(), known.get(id).cloned().unwrap_or_default()))
+            .collect()
+    }
+
+    /// The NUMA nodes of the devices of a resource.
+    pub(crate) fn nodes(&self, resource: &str) -> BTreeMap<String, Vec<i64>> {
+        let state = lock(&self.state);
+        let plugin = state.plugins.get(resource);
+        plugin
+            .map(|plugin| plugin.nodes.clone())
+            .unwrap_or_default()
     }
 
     /// The healthy devices that no pod has.
@@ -377,7 +441,8 @@ impl Registration for RegistrationService {
         let channel = connected.map_err(|error| failed(error.to_string()))?;
         let mut client = DevicePluginClient::new(channel);
         let options = client.get_device_plugin_options(Empty {}).await?;
-        if Some(options.into_inner()) != request.options {
+        let options = options.into_inner();
+        if Some(options) != request.options {
             return Err(Status::unknown("the options are others than registered"));
         }
         let resource = request.resource_name.clone();
@@ -386,7 +451,9 @@ impl Registration for RegistrationService {
         let generation = state.registrations;
         let plugin = Plugin {
             client: client.clone(),
+            options,
             devices: BTreeMap::new(),
+            nodes: BTreeMap::new(),
             generation,
             lists: 0,
         };
@@ -429,6 +496,11 @@ async fn watch(
             return;
         }
         plugin.lists += 1;
+        let nodes = devices.iter().filter_map(|device| {
+            let nodes = device.topology.as_ref()?.nodes.iter();
+            Some((device.id.clone(), nodes.map(|node| node.id).collect()))
+        });
+        plugin.nodes = nodes.collect();
         plugin.devices = { devices.into_iter() }
             .map(|device| (device.id, device.health))
             .collect();
@@ -439,7 +511,19 @@ async fn watch(
 fn faults(resource: &str, devices: &[Device]) -> Vec<String> {
     let mut ids = BTreeSet::new();
     let mut faults = Vec::new();
-    for Device { id, health } in devices {
+    for Device {
+        id,
+        health,
+        topology,
+    } in devices
+    {
+        let nodes = topology.iter().flat_map(|topology| &topology.nodes);
+        if topology.is_some() && nodes.clone().next().is_none() {
+            faults.push(format!("{resource}: {id} has a topology without nodes"));
+        }
+        if let Some(node) = nodes.clone().find(|node| node.id < 0) {
+            faults.push(format!("{resource}: {id} is near node {}", node.id));
+        }
         if id.is_empty() || id.len() > MAX_ID || !ids.insert(id) {
             faults.push(format!("{resource}: the id {id:?}"));
         }

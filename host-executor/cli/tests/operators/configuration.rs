@@ -50,7 +50,7 @@ fn reload_applies_to_connected_guests() {
         ),
         (
             format!("{ALICE}{}", BOB.replace("2M", "64M")),
-            "the quotas of the guests add up to 68157440 bytes, the engine has 67108864",
+            "the quotas of the guests add up to 65.0 MiB, the engine has 64.0 MiB",
         ),
         (
             format!("{ALICE}{}", BOB.replace("DIR", "DIR/nowhere")),
@@ -103,7 +103,7 @@ fn check_config_validates_without_serving() {
     let chosen = said.split_once("valid: engine auto, here ");
     let (_, chosen) = chosen.unwrap_or_else(|| panic!("{said}"));
     let (engine, rest) = chosen.split_once(" (").expect("a device");
-    assert!(rest.contains("), 0 named guests, 0 bytes of "), "{said}");
+    assert!(rest.contains("), 0 named guests, 0 B of "), "{said}");
     // What a library prints when it is loaded is not part of the answer.
     if cfg!(feature = "ggml") {
         let at = |name: &str| scratch.path().join(name);
@@ -138,7 +138,7 @@ fn check_config_validates_without_serving() {
     // What does not fit this host is refused, as by `vgpu serve`.
     let guest = "[[guest]]\nname = \"alice\"\nuids = [1]\n";
     for (more, reason) in [
-        ("memory = \"4096T\"\n", "bytes, the engine has"),
+        ("memory = \"4096T\"\n", " TiB, the engine has"),
         ("certificates = [\"alice\"]\n", "this executor has none"),
         ("[server]\nlog = \"a=b=c\"\n", "is not a log filter"),
         ("[server]\ncerts = \"/nowhere\"\n", "/nowhere"),
@@ -175,7 +175,7 @@ fn check_config_validates_without_serving() {
         &[],
     );
     assert_eq!(status, Some(1));
-    assert!(said.contains("11 bytes, the engine has 10"), "{said}");
+    assert!(said.contains("11 B, the engine has 10 B"), "{said}");
     fs::remove_file(&path).expect("it is there");
     let output = vgpu(&["check-config", file])
         .output()

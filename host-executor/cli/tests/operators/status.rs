@@ -67,9 +67,9 @@ fn status_lists_the_activity_of_all_guests() {
     }
     let log = site.end();
     // What is free depends on the plan of alice's graph.
-    let refusals = log.split("guest alice: out of memory: 2097152 bytes wanted, ");
+    let refusals = log.split("guest alice: out of memory: 2.0 MiB wanted, ");
     let refusal = { refusals }.nth(1).unwrap_or_else(|| panic!("{log}"));
-    assert!(refusal.contains(" of 1048576 free"), "{log}");
+    assert!(refusal.contains(" of 1.0 MiB free"), "{log}");
 }
 
 #[test]

@@ -3,10 +3,11 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 
 use crate::common::{Guest, TIMEOUT};
 use crate::machine::{Machine, wait_for};
@@ -46,6 +47,122 @@ fn fd_store_survives_the_replacement_of_its_program() {
     wait_for(before + 2);
     kill_process(Pid::from_child(&store), Signal::TERM).expect("a process");
     store.wait().expect("a child");
+}
+
+/// `vgpu fd-store`, started by a program that ignores SIGCHLD, with a script as its executor.
+fn store_with_ignored_sigchld(script: &str) -> Child {
+    Command::new("env")
+        .args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_vgpu")])
+        .args(["fd-store", "--", "/bin/sh", "-c", script])
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts")
+}
+
+/// A program that ignores SIGCHLD starts `vgpu fd-store`, which inherits that. The status of an
+/// executor decides what follows all the same.
+#[test]
+fn fd_store_knows_the_status_of_an_executor_with_sigchld_ignored_before() {
+    let scratch = Scratch::new("fd-store-sigchld");
+    let runs = scratch.path().join("runs");
+    let runs_shown = runs.display();
+    let count = || fs::read_to_string(&runs).map_or(0, |text| text.lines().count());
+    let end = |mut store: Child| {
+        wait_for("the end", || store.try_wait().expect("a child").is_some());
+        let output = store.wait_with_output().expect("a child");
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code(), log)
+    };
+
+    // The executor does not inherit it either.
+    let script = format!("grep SigIgn /proc/self/status >> {runs_shown}; exit 0");
+    let (status, log) = end(store_with_ignored_sigchld(&script));
+    assert_eq!((status, count()), (Some(0), 1), "{log}");
+    let line = fs::read_to_string(&runs).expect("a file");
+    let ignored = line.trim().rsplit_once('\t').expect("a value").1;
+    let ignored = u64::from_str_radix(ignored, 16).expect("a number");
+    assert_eq!(ignored >> (Signal::CHILD.as_raw() - 1) & 1, 0, "{line}");
+    fs::remove_file(&runs).expect("a file");
+
+    let script =
+        format!("trap 'exit 0' TERM; echo run >> {runs_shown}; while :; do sleep 0.05; done");
+    let store = store_with_ignored_sigchld(&script);
+    wait_for("an executor", || count() == 1);
+    kill_process(Pid::from_child(&store), Signal::TERM).expect("a process");
+    let (status, log) = end(store);
+    assert_eq!((status, count()), (Some(0), 1), "{log}");
+    fs::remove_file(&runs).expect("a file");
+
+    let store = store_with_ignored_sigchld(&format!("echo run >> {runs_shown}; exit 3"));
+    wait_for("three executors", || count() >= 3);
+    kill_process(Pid::from_child(&store), Signal::TERM).expect("a process");
+    let (_, log) = end(store);
+    assert!(log.contains("ended with exit status: 3"), "{log}");
+}
+
+/// Sets the number of descriptors that another process may have open.
+fn limit_descriptors(process: &Child, most: u64) {
+    let limits = Rlimit {
+        current: Some(most),
+        maximum: getrlimit(Resource::Nofile).maximum,
+    };
+    let process = Some(Pid::from_child(process));
+    prlimit(process, Resource::Nofile, limits).expect("a process of this user");
+}
+
+/// No executor can be started for a moment. A store that keeps files waits and tries again; one
+/// without files ends with the reason.
+#[test]
+fn fd_store_with_files_tries_again_when_no_executor_can_be_started() {
+    let scratch = Scratch::new("fd-store-start");
+    let at = |name: &str| scratch.path().join(name);
+    let (control, socket) = (at("control.sock"), at("vm1.sock"));
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    for has_machine in [false, true] {
+        let mut command = vgpu(&["fd-store", "--", env!("CARGO_BIN_EXE_vgpu"), "serve"]);
+        command
+            .args(["--threads", "1", "--memory", "64M", "--config", "/dev/null"])
+            .args(["--vm", &vm, "--listen", &endpoint])
+            .args([Path::new("--control"), &control]);
+        let mut serve = Serve::of(command);
+        let dump = || {
+            let mut dump = vgpu(&["dump", "--control"]);
+            let output = dump.arg(&control).output().expect("a program");
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        let executor = |serve: &Serve| children(serve.child.id()).first().copied();
+        let machine = has_machine.then(|| Machine::plug(&socket));
+        if let Some(machine) = &machine {
+            machine.guest().alloc(64);
+            wait_for("the files to be kept", || dump().contains(KEPT));
+        }
+        let first = executor(&serve).expect("an executor");
+        // A new process needs a descriptor.
+        limit_descriptors(&serve.child, 3);
+        kill_process(Pid::from_raw(first).expect("a pid"), Signal::KILL).expect("it runs");
+        let Some(machine) = machine else {
+            let (status, log) = serve.wait();
+            assert_eq!(status.code(), Some(1), "{log}");
+            continue;
+        };
+        wait_for("the end of the executor", || executor(&serve).is_none());
+        // The next attempt comes before that, and fails.
+        thread::sleep(Duration::from_millis(1500));
+        let ended = serve.child.try_wait().expect("a child");
+        assert!(ended.is_none(), "fd-store has ended with {ended:?}");
+        assert_eq!(executor(&serve), None);
+        limit_descriptors(&serve.child, 1024);
+        wait_for("the next executor", || dump().contains(KEPT));
+        machine.guest().alloc(64);
+        drop(machine);
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+        assert!(log.contains("no executor can be started"), "{log}");
+        assert!(log.contains("3 file descriptors are kept"), "{log}");
+    }
 }
 
 /// `vgpu fd-store` ends when it is told to end, and by no other signal. The executor receives the
@@ -195,6 +312,109 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
     }
     // The first executor was passed no file, which is no mistake.
     assert!(!log.contains("cannot be used"), "{log}");
+}
+
+/// The end of the store ends its executor, also where a virtual machine depends on the files. The
+/// machine loses its device, which the next executor gives to the next QEMU.
+#[test]
+fn killed_fd_store_ends_its_executor_and_the_next_one_serves() {
+    let scratch = Scratch::new("fd-store-killed");
+    let at = |name: &str| scratch.path().join(name);
+    let (control, socket) = (at("control.sock"), at("vm1.sock"));
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    for has_machine in [false, true] {
+        let start = || {
+            let mut command = vgpu(&["fd-store", "--", env!("CARGO_BIN_EXE_vgpu"), "serve"]);
+            command
+                .args(["--threads", "1", "--memory", "64M", "--config", "/dev/null"])
+                .args(["--vm", &vm, "--listen", &endpoint])
+                .args([Path::new("--control"), &control]);
+            Serve::of(command)
+        };
+        let is_served = || {
+            let asked = vgpu(&["dump", "--control"]).arg(&control).output();
+            asked.expect("a program").status.success()
+        };
+        let serve = start();
+        let machine = has_machine.then(|| Machine::plug(&socket));
+        if let Some(machine) = &machine {
+            machine.guest().alloc(64);
+        }
+        serve.signal(Signal::KILL);
+        wait_for("the end of the executor", || !is_served());
+        if let Some(machine) = &machine {
+            // QEMU sees the end of its device's server.
+            let ended = std::io::Read::read(&mut &machine.line, &mut [0; 8]);
+            assert!(matches!(ended, Ok(0)), "{ended:?}");
+        }
+        drop((serve, machine));
+        let serve = start();
+        Machine::plug(&socket).guest().alloc(64);
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+    }
+}
+
+/// An executor that is stopped keeps nobody from its successor, which gets the machine's files. A
+/// dump and SIGUSR1 say what the store keeps.
+#[test]
+fn fd_store_kills_an_executor_that_falls_silent() {
+    let scratch = Scratch::new("fd-store-watchdog");
+    let at = |name: &str| scratch.path().join(name);
+    let (control, socket) = (at("control.sock"), at("vm1.sock"));
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let mut command = vgpu(&["fd-store", "--watchdog", "4", "--"]);
+    command
+        .args([env!("CARGO_BIN_EXE_vgpu"), "serve", "--threads", "1"])
+        .args(["--memory", "64M", "--config", "/dev/null", "--vm", &vm])
+        .arg("--listen")
+        .arg(format!("unix:{}", scratch.socket().display()))
+        .args([Path::new("--control"), &control]);
+    let serve = Serve::of(command);
+    let dump = || {
+        let asked = vgpu(&["dump", "--control"]).arg(&control).output();
+        String::from_utf8(asked.expect("a program").stdout).expect("text")
+    };
+    let machine = Machine::plug(&socket);
+    machine.guest().alloc(64);
+    let executor = || children(serve.child.id()).first().copied();
+    let first = executor().expect("an executor");
+    let store = serve.child.id();
+    let says = |start: u64, pid: i32| {
+        format!(
+            "vgpu fd-store, process {}: executor {pid}, start {start}, ",
+            store
+        )
+    };
+    let keeps = "; keeps 3 files: vgpu-vm1-";
+    wait_for("the store's state", || {
+        let text = dump();
+        text.contains(&says(1, first)) && text.contains(keeps)
+    });
+    wait_for("the machine's slots", || {
+        dump().contains("virtual machine vm1: epoch 0x")
+    });
+    kill_process(Pid::from_raw(first).expect("a pid"), Signal::STOP).expect("it runs");
+    wait_for("the next executor", || {
+        executor().is_some_and(|pid| pid != first) && dump().contains("vgpu fd-store")
+    });
+    let next = executor().expect("an executor");
+    wait_for("the store's state", || dump().contains(&says(2, next)));
+    machine.guest().alloc(64);
+    serve.signal(Signal::USR1);
+    std::thread::sleep(Duration::from_millis(1500));
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let killed = log
+        .lines()
+        .find(|line| line.contains("and is killed: the next executor gets"));
+    let silent = format!("pid {first} has not run for ");
+    assert!(killed.is_some_and(|line| line.contains(&silent)), "{log}");
+    let own = format!("dump: {}", says(2, next));
+    assert!(log.contains(&own) && log.contains(keeps), "{log}");
 }
 
 /// What a service manager does not keep is said with numbers and the consequence.

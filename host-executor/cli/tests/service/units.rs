@@ -56,6 +56,73 @@ fn units_keep_the_folder_of_the_sockets() {
     }
 }
 
+/// The process of a guest with a driver cannot be kept from everything that its user owns: the unit
+/// has memory, queues and semaphores of System V of its own.
+#[test]
+fn units_have_an_ipc_namespace_of_their_own() {
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let wanted = ("[Service]", "PrivateIPC=yes");
+        assert!(settings_of(&text).contains(&wanted), "{name}");
+    }
+}
+
+/// The devices of every card are made, also of one that nobody has used since boot: the commands
+/// that a unit starts before the executor run here with a file system of two cards.
+#[test]
+fn units_make_the_devices_of_all_cards() {
+    for name in UNITS {
+        let scratch = Scratch::new("modprobe");
+        let root = scratch.path().to_str().expect("text");
+        let of_root = |path: &str| format!("{root}{path}");
+        let tool = of_root("/usr/bin/nvidia-modprobe");
+        fs::create_dir_all(of_root("/usr/bin")).expect("a folder");
+        let log = of_root("/log");
+        let mut cards = vec![
+            ("0000:01:00.0", "0"),
+            ("0000:02:00.0", "1"),
+            ("0000:81:00.0", "5"),
+        ];
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let settings = settings_of(&text);
+        let commands: Vec<String> = { settings.iter() }
+            .filter_map(|(_, line)| line.strip_prefix("ExecStartPre=-+"))
+            .map(|line| {
+                line.replace("/usr/bin/nvidia", &of_root("/usr/bin/nvidia"))
+                    .replace("/proc/", &of_root("/proc/"))
+            })
+            .collect();
+        // Also without the tool, and without a card.
+        let run = || {
+            for command in &commands {
+                let output = Command::new("sh").args(["-c", command]).output();
+                output.expect("a shell");
+            }
+            fs::read_to_string(&log).unwrap_or_default()
+        };
+        assert_eq!(run(), "", "{name}");
+        let script = format!("printf '%s\\n' \"$*\" >> {log}");
+        let made = Command::new("sh")
+            .args([
+                "-c",
+                "printf '#!/bin/sh\\n%s\\n' \"$2\" > \"$1\" && chmod +x \"$1\"",
+                "sh",
+            ])
+            .args([&tool, &script])
+            .status();
+        assert!(made.expect("a shell").success());
+        assert_eq!(run(), "-c 0 -u\n", "{name}");
+        fs::remove_file(&log).expect("it is there");
+        for (address, minor) in cards.drain(..) {
+            let folder = of_root(&format!("/proc/driver/nvidia/gpus/{address}"));
+            fs::create_dir_all(&folder).expect("a folder");
+            let text = format!("Model: \t\t NVIDIA L4\nIRQ:   \t\t 42\nDevice Minor: \t {minor}\n");
+            fs::write(format!("{folder}/information"), text).expect("a file");
+        }
+        assert_eq!(run(), "-c 0 -u\n-c 0\n-c 1\n-c 5\n", "{name}");
+    }
+}
+
 /// What a unit lacks for a GPU, for the folders that the executor writes, and for the boot order.
 fn missing_for_a_gpu_host(text: &str) -> Vec<String> {
     let settings = settings_of(text);

@@ -160,6 +160,34 @@ pub(super) fn part(args: &Args, guest: &GuestSettings) -> Option<u64> {
     guest.rule.policy.memory.or(args.guest_memory)
 }
 
+/// The least host memory of a process by default: enough for the plans of a large model.
+const LEAST_HOST_MEMORY: u64 = 256 << 20;
+
+/// The part of a process of `engine.host-memory`: each process counts what its guest takes. If this
+/// is not set, a part of `all` bytes, but at least [`LEAST_HOST_MEMORY`].
+pub(super) fn host_memory_of_a_process(settings: &Settings, all: u64) -> u64 {
+    let machines = settings.guests.iter().filter(|guest| guest.vm.is_some());
+    let processes = settings.max_guests.saturating_add(machines.count()).max(1);
+    let part = |bytes: u64| bytes / processes as u64;
+    match settings.host_memory {
+        Some(bytes) => part(bytes),
+        None => part(all).max(LEAST_HOST_MEMORY).min(all),
+    }
+}
+
+/// How many processes the unnamed guests of one origin may have, of `max_unnamed`. Without memory
+/// that is divided, a process takes nothing from others by default but its place: the limit is that
+/// of the programs of one guest.
+fn unnamed_programs(settings: &Settings, max_unnamed: usize, is_memory_divided: bool) -> usize {
+    /// A user of a small machine can still start some programs.
+    const LEAST: usize = 4;
+    let usual = match is_memory_divided {
+        true => (max_unnamed / 4).max(LEAST),
+        false => max_unnamed - max_unnamed / 4,
+    };
+    settings.unnamed_programs.unwrap_or(usual)
+}
+
 /// Divides `memory` bytes among the guests.
 pub(super) fn partition(
     args: &Args,
@@ -176,6 +204,7 @@ pub(super) fn partition(
         return Ok(Partition {
             rules,
             max_unnamed: settings.max_guests,
+            unnamed_programs: unnamed_programs(settings, settings.max_guests, false),
             max_sessions: settings.max_guests,
         });
     };
@@ -195,8 +224,10 @@ pub(super) fn partition(
     let promised = promised.max().unwrap_or(0);
     ensure!(
         settings.overcommit || promised <= all,
-        "the named guests have {promised} bytes of memory in all, {all} are available: make their \
-         parts smaller, or set overcommit = true"
+        "the named guests have {} of memory in all, {} are available: make their parts smaller, or \
+         set overcommit = true",
+        shown(promised),
+        shown(all)
     );
     let mut max_unnamed = 0;
     if let Some(unnamed) = &mut rules.unnamed {
@@ -207,13 +238,15 @@ pub(super) fn partition(
         max_unnamed = max_unnamed.min(settings.max_guests);
         ensure!(
             max_unnamed > 0 || !rules.guests.is_empty(),
-            "{all} bytes of memory are not enough for one guest with {each} (--guest-memory); \
-             make it smaller"
+            "{} of memory are not enough for one guest with {} (--guest-memory); make it smaller",
+            shown(all),
+            shown(each)
         );
     }
     Ok(Partition {
         rules,
         max_unnamed,
+        unnamed_programs: unnamed_programs(settings, max_unnamed, true),
         max_sessions: settings.max_guests,
     })
 }
@@ -254,13 +287,43 @@ mod tests {
     }
 
     #[test]
+    fn a_process_has_enough_host_memory_by_default() {
+        let mut settings = Settings::default();
+        assert_eq!(host_memory_of_a_process(&settings, 4 << 30), 256 << 20);
+        assert_eq!(host_memory_of_a_process(&settings, 128 << 30), 2 << 30);
+        assert_eq!(host_memory_of_a_process(&settings, 100 << 20), 100 << 20);
+        settings.max_guests = 1;
+        assert_eq!(host_memory_of_a_process(&settings, 4 << 30), 4 << 30);
+        let mut machine = GuestSettings::new("vm1");
+        machine.vm = Some("vm1,socket=/run/vm1.sock".parse().unwrap());
+        settings.guests.push(machine);
+        assert_eq!(host_memory_of_a_process(&settings, 4 << 30), 2 << 30);
+        // A size that somebody has set is divided as it is.
+        settings.host_memory = Some(64 << 20);
+        assert_eq!(host_memory_of_a_process(&settings, 4 << 30), 32 << 20);
+    }
+
+    #[test]
+    fn one_origin_has_a_quarter_of_the_parts_or_its_share_of_the_places() {
+        let programs = |memory: Option<u64>| {
+            let mut args = Args::default();
+            args.guest_memory = memory.map(|_| 1 << 20);
+            let partition = partition(&args, &Settings::default(), memory).unwrap();
+            partition.unnamed_programs
+        };
+        assert_eq!(programs(Some(64 << 20)), 16);
+        assert_eq!(programs(Some(6 << 20)), 4, "at least four");
+        assert_eq!(programs(None), 48);
+    }
+
+    #[test]
     fn parts_of_all_guests_are_no_more_than_the_memory() {
         let parts = divided(false, 40).unwrap();
         assert_eq!(parts.max_unnamed, 3);
         assert_eq!(shortage(&parts, 100 << 20), None);
         let error = divided(false, 101).unwrap_err().to_string();
         assert!(
-            error.contains("105906176 bytes of memory in all, 104857600 are"),
+            error.contains("101.0 MiB of memory in all, 100.0 MiB are"),
             "{error}"
         );
         assert_eq!(divided(true, 101).unwrap().max_unnamed, 5);

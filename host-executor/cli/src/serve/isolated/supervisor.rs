@@ -4,6 +4,8 @@ use std::cell::RefCell;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
@@ -13,9 +15,10 @@ use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::isolate::{Resources, Supervisor};
+use vgpu_executor::size::shown;
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{Limits, OperatorRequest, sandbox, service};
+use vgpu_executor::{DumpThread, Limits, OperatorRequest, sandbox, service};
 
 use super::partition;
 use crate::config_error::ConfigError;
@@ -24,16 +27,20 @@ use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
 use crate::serve::drain_text;
-use crate::serve::events::{
-    DumpSource, Event, Task, announce, describe_kill, describe_reload, wait_for_end,
-};
+use crate::serve::events::{Event, Task, announce, describe_kill, describe_reload, wait_for_end};
 use crate::serve::guest_requests;
 use crate::serve::kept_machines::KeptMachines;
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
-use crate::serve::observe;
+use crate::serve::observe::StartedObservers;
 use crate::serve::sandboxing::{self, Confined, REMEDY};
+use crate::serve::single::check_devices;
 use crate::serve::trim_pages::{self, Scope};
+use crate::serve::unused;
+
+/// The least silence of a process after which it is killed, whatever the longest turn is: a process
+/// that runs says so every 5 s, on a thread that waits for no engine.
+const MIN_HANG: Duration = Duration::from_secs(60);
 
 /// How much longer than a worker, which ends itself, a supervisor waits for its first report.
 const START_MARGIN: Duration = Duration::from_secs(10);
@@ -43,7 +50,7 @@ pub(crate) fn run(
     settings: Settings,
     selection: &Selection,
     (sender, events): (Sender<Event>, &Receiver<Event>),
-    dumps: &DumpSource,
+    (observers, dumps): (StartedObservers, &DumpThread),
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     partition::check(&settings).map_err(ConfigError)?;
@@ -69,14 +76,22 @@ pub(crate) fn run(
         engine = selection.names(),
         guests = settings.guests.len(),
         others = partition.max_unnamed,
-        guest_memory = args.guest_memory,
+        guest_memory = args.guest_memory.map(shown),
         "vgpu starts, with a process for each guest"
     );
 
+    unused::log(args, &settings, engines);
+
     let own = std::env::current_exe().context("finding this program")?;
+    let limits = Limits::of_this_process().context("limits of the kernel")?;
     let common = common(args, &settings, engines);
+    let host_memory = partition::host_memory_of_a_process(&settings, limits.host_memory);
+    let host_memory_argument = |bytes: u64| format!("--host-memory={bytes}");
+    // Of a worker that starts now. A reload changes it.
+    let of_a_worker = Arc::new(AtomicU64::new(host_memory));
     let worker = {
         let (own, common) = (own.clone(), common.clone());
+        let of_a_worker = Arc::clone(&of_a_worker);
         Box::new(move |memory: Option<u64>| {
             // The running program itself, even if an upgrade has replaced its file: supervisor and
             // worker exchange messages of one version.
@@ -85,6 +100,7 @@ pub(crate) fn run(
             // A worker has nothing to say to the service manager of its supervisor.
             command.env_remove("NOTIFY_SOCKET");
             command.arg(format!("--supervisor={VERSION}"));
+            command.arg(host_memory_argument(of_a_worker.load(Ordering::Relaxed)));
             command.args(memory.map(|bytes| format!("--memory={bytes}")));
             command
         })
@@ -94,7 +110,6 @@ pub(crate) fn run(
         unused_gpu: selection.unused_gpu.clone(),
         memory,
     };
-    let limits = Limits::of_this_process().context("limits of the kernel")?;
     let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
         .context("the limits of the guests")?;
     // A worker that is stopped, or whose log thread hangs, does not end itself. The time is for
@@ -104,6 +119,11 @@ pub(crate) fn run(
         let engines = u32::try_from(engines.len()).unwrap_or(u32::MAX);
         supervisor.limit_starts(limit.saturating_mul(engines) + START_MARGIN);
     }
+    // A process ends itself when its engine hangs. A process that is stopped, or all of whose
+    // threads hang, does not.
+    if let Some(limit) = Limits::start_time(settings.max_turn_time, false) {
+        supervisor.limit_hangs(limit.max(MIN_HANG) + START_MARGIN);
+    }
     if partition::divides_machine_memory(engines) {
         supervisor.divide_machine_memory(partition::machine_memory()?);
     }
@@ -111,8 +131,7 @@ pub(crate) fn run(
         let set = supervisor.set_certificates(&certificates.files());
         set.context("certificates")?;
     }
-    let _ = dumps.set(supervisor.status_handle());
-    let observers = observe::bind(&settings)?;
+    dumps.set_source(supervisor.status_handle());
     let mut machines = Vec::new();
     let mut folder = None;
     for guest in &settings.guests {
@@ -130,10 +149,11 @@ pub(crate) fn run(
         let rest = ["fd-store", &supervised, "--", OWN_PROGRAM, "serve"];
         let mut arguments: Vec<OsString> = rest.map(OsString::from).into();
         arguments.extend(common.iter().cloned());
+        arguments.push(host_memory_argument(host_memory).into());
         let part = partition::part(args, guest).filter(|_| memory.is_some());
         arguments.extend(part.map(|bytes| format!("--memory={bytes}").into()));
         // No file: all settings are in the arguments.
-        arguments.extend(isolation(settings.device).map(OsString::from));
+        arguments.push("--isolated-machine".into());
         let rest = [&supervised, "--config", "/dev/null", "--device"];
         arguments.extend(rest.map(OsString::from));
         arguments.push(device(settings.device).into());
@@ -187,7 +207,9 @@ pub(crate) fn run(
         listeners: &mut listeners,
         added: AddedGuests::default(),
         confined: &confined,
+        engines,
         memory,
+        host_memory: (limits.host_memory, &of_a_worker),
     });
     // The engines are in the workers, and each guest gets a new one.
     wait_for_end(
@@ -228,8 +250,11 @@ struct Changeable<'a> {
     listeners: &'a mut Listeners,
     added: AddedGuests,
     confined: &'a Confined,
+    engines: &'a [EngineKind],
     /// The memory that is divided among the workers.
     memory: Option<u64>,
+    /// The host memory of all processes by default, and that of a worker that starts now.
+    host_memory: (u64, &'a AtomicU64),
 }
 
 /// Carries out a request of the operator, also in running workers. On failure nothing has changed.
@@ -298,9 +323,12 @@ fn reload(
         listeners,
         added,
         confined,
+        engines,
         memory,
+        host_memory: (all, of_a_worker),
     } = changeable;
     let mut wanted = args.settings()?;
+    check_devices(&wanted, running)?;
     added.add_to(&mut wanted)?;
     let mut late = wanted.needs_restart(running);
     if machines(args, &wanted) != machines(args, running) {
@@ -312,7 +340,6 @@ fn reload(
          restart"
     );
     wanted.keep_until_restart(running);
-    wanted.check_devices()?;
     partition::check(&wanted)?;
     let partition = partition::partition(args, &wanted, *memory)?;
     let filter = logging.check(&wanted)?;
@@ -327,8 +354,11 @@ fn reload(
             .context("certificates")?;
         used.replace(new);
     }
+    let part = partition::host_memory_of_a_process(&wanted, *all);
+    of_a_worker.store(part, Ordering::Relaxed);
     logging.change(filter);
     listeners.switch(*supervisor, &wanted, prepared, confined)?;
+    unused::log(args, &wanted, engines);
     *running = wanted;
     Ok(describe_reload(running, &late))
 }
@@ -346,9 +376,18 @@ fn change_guests(
         added,
         confined,
         memory,
+        ..
     } = changeable;
     let status = supervisor.status_handle();
-    guest_requests::answer(request, added, running, &status, |wanted| {
+    if let GuestRequest::Add(guest) = request
+        && !guest.devices.is_empty()
+    {
+        return GuestAnswer::Refused(format!(
+            "guest {}: with --isolate an added guest has one quota on all devices",
+            guest.name
+        ));
+    }
+    let answer = guest_requests::answer(request, added, running, &status, |wanted| {
         partition::check(wanted)?;
         let partition = partition::partition(args, wanted, *memory)?;
         let prepared = listeners.prepare(wanted)?;
@@ -356,7 +395,11 @@ fn change_guests(
             .apply(partition)
             .context("the limits of the guests")?;
         listeners.switch(*supervisor, wanted, prepared, confined)
-    })
+    });
+    if let GuestRequest::Remove { name } = request {
+        guest_requests::log_ended(name, supervisor.end_removed(name));
+    }
+    answer
 }
 
 /// Reads the figures of the GPUs of the CUDA engines, for status and metrics. What workers say of a
@@ -434,15 +477,6 @@ fn common(args: &Args, settings: &Settings, engines: &[EngineKind]) -> Vec<OsStr
             .map(|log| format!("--log={log}").into()),
     );
     common
-}
-
-/// What the process of a virtual machine gives up beyond `vgpu serve`. The vfio-user library makes
-/// sockets for each monitor.
-fn isolation(device: VmDevice) -> Option<&'static str> {
-    match device {
-        VmDevice::Ivshmem => Some("--isolated-machine"),
-        VmDevice::VfioUser => None,
-    }
 }
 
 /// The value of `--device`.

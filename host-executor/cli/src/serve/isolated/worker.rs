@@ -1,21 +1,20 @@
 //! The process of one guest.
 
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use clap::Parser;
 use tracing::warn;
 use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::EngineKind;
 use vgpu_executor::sandbox::{self, Role};
-use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
+use vgpu_executor::{DumpThread, Limits, Server, StopFlag, WeightStore, isolate, size};
 
 use crate::own_program::check_supervisor;
 use crate::serve::args::ShareWeights;
-use crate::serve::events::{DumpSource, Event, Serving, catch_signals, end_stuck};
+use crate::serve::events::{Event, Serving, catch_signals, end_stuck};
 use crate::serve::logging::{Logging, start_writer};
 use crate::serve::sandboxing::{self, REMEDY};
 use crate::serve::single;
@@ -38,6 +37,9 @@ pub(crate) struct WorkerArgs {
     threads: usize,
     #[arg(long, value_parser = size::parse)]
     memory: Option<u64>,
+    /// A supervisor of an earlier version, which is refused by its version, does not say it
+    #[arg(long)]
+    host_memory: Option<u64>,
     #[arg(long)]
     max_node_time: Option<NonZeroU32>,
     #[arg(long)]
@@ -76,20 +78,23 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     }
     start_writer()?;
     let (sender, events) = mpsc::channel();
-    let dumps = DumpSource::default();
+    let dumps = DumpThread::start().context("no thread for dumps")?;
     let serving = Serving::default();
-    catch_signals(sender, Arc::clone(&dumps), serving.clone())?;
+    catch_signals(sender, dumps.clone(), serving.clone())?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
     let seconds = |n: u32| Duration::from_secs(n.into());
     let turn_time = args.max_turn_time.map(seconds);
     let has_driver = args.engine.iter().any(|kind| *kind != EngineKind::Cpu);
     let start_time = Limits::start_time(turn_time, has_driver);
     let threads = args.threads.into();
-    let engines = single::start_engines(&args.engine, threads, args.memory, start_time)?;
+    let (kinds, memory) = (&args.engine, args.memory);
+    let engines = single::start_engines(kinds, threads, memory, start_time, &dumps)?;
+    let usual = Limits::of_this_process().context("limits of the kernel")?;
     let limits = Limits {
         map_buffers: !args.no_shared_buffers,
         batch: !args.no_batch,
-        ..Limits::of_this_process().context("limits of the kernel")?
+        host_memory: args.host_memory.unwrap_or(usual.host_memory),
+        ..usual
     };
     let node_time = args.max_node_time.map(|n| seconds(n.get()));
     let devices = engines.into_iter().map(|engine| {
@@ -101,7 +106,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
     server.share_weights(weights).context("no thread")?;
     sandboxing::enter(&args.engine, Role::Worker, args.no_sandbox, 0)?;
-    let _ = dumps.set(server.status_handle());
+    dumps.set_source(server.status_handle());
     server.watch(end_stuck).context("no thread")?;
     trim_pages::trim(sandboxing::trim_scope(&args.engine));
     let stop = StopFlag::new();
@@ -118,8 +123,13 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         .context("no thread for signals")?;
     serving.begin();
     tracing::debug!(worker = args.worker, "the worker starts");
-    isolate::serve(socket, server, &stop);
-    Ok(())
+    match isolate::serve(socket, server, &stop) {
+        None => Ok(()),
+        // As `vgpu serve` without --isolate: the next process may find the device again.
+        Some(why) => Err(anyhow!(
+            "the engine cannot work again in this process: {why}"
+        )),
+    }
 }
 
 /// How much sooner the kernel ends a worker than the supervisor when memory runs out: as if the
