@@ -1,9 +1,9 @@
 // Stands in for the kubelet with Kubernetes' own package of the services for device plugins, and
 // connects to a device plugin as the kubelet does.
 //
-// Usage: kubelet FOLDER MEMORY, in place of /var/lib/kubelet. The program waits for the two
-// resources of the device plugin, gives a container a seat and MEMORY slices, and prints what the
-// container gets, as JSON. The pod ends at SIGUSR1.
+// Usage: kubelet FOLDER MEMORY WEIGHT, with a folder in place of /var/lib/kubelet. The program
+// waits for the three resources of the device plugin, gives a container a seat, MEMORY slices and
+// WEIGHT weights, and prints what the container gets, as JSON. The pod ends at SIGUSR1.
 package main
 
 import (
@@ -30,12 +30,15 @@ import (
 const (
 	seat    = "vgpu.dev/gpu"
 	memory  = "vgpu.dev/memory"
+	weight  = "vgpu.dev/weight"
 	timeout = 60 * time.Second
 )
 
 // A device plugin that has registered.
 type plugin struct {
-	client  plugins.DevicePluginClient
+	client plugins.DevicePluginClient
+	// Whether the plugin is asked which devices it prefers.
+	prefers bool
 	devices []*plugins.Device
 }
 
@@ -56,12 +59,16 @@ func main() {
 }
 
 func run(args []string) error {
-	if len(args) != 2 {
-		return errors.New("expected FOLDER and MEMORY")
+	if len(args) != 3 {
+		return errors.New("expected FOLDER, MEMORY and WEIGHT")
 	}
-	count, err := strconv.Atoi(args[1])
-	if err != nil {
-		return err
+	wanted := map[string]int{seat: 1}
+	for at, resource := range []string{memory, weight} {
+		count, err := strconv.Atoi(args[at+1])
+		if err != nil {
+			return err
+		}
+		wanted[resource] = count
 	}
 	ended := make(chan os.Signal, 1)
 	signal.Notify(ended, syscall.SIGUSR1)
@@ -75,7 +82,7 @@ func run(args []string) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
-	response, err := k.start(ctx, count)
+	response, err := k.start(ctx, wanted)
 	if err != nil {
 		return err
 	}
@@ -121,7 +128,7 @@ func (k *kubelet) Register(
 	if !slices.Contains(plugins.SupportedVersions[:], request.Version) {
 		return nil, fmt.Errorf("version %q is not supported", request.Version)
 	}
-	if request.ResourceName != seat && request.ResourceName != memory {
+	if !slices.Contains([]string{seat, memory, weight}, request.ResourceName) {
 		return nil, fmt.Errorf("resource %q is not expected", request.ResourceName)
 	}
 	connection, err := grpc.NewClient(
@@ -147,7 +154,7 @@ func (k *kubelet) Register(
 	if err != nil {
 		return nil, err
 	}
-	known := &plugin{client: client}
+	known := &plugin{client: client, prefers: options.GetPreferredAllocationAvailable}
 	k.mutex.Lock()
 	k.plugins[request.ResourceName] = known
 	k.mutex.Unlock()
@@ -176,16 +183,22 @@ func (k *kubelet) List(
 
 // Gives a container its devices, and starts it.
 func (k *kubelet) start(
-	ctx context.Context, count int,
+	ctx context.Context, wanted map[string]int,
 ) (*plugins.ContainerAllocateResponse, error) {
-	wanted := map[string]int{seat: 1, memory: count}
 	clients := map[string]plugins.DevicePluginClient{}
 	ids := map[string][]string{}
 	var response *plugins.ContainerAllocateResponse
 	for resource, count := range wanted {
-		client, free, err := k.healthy(ctx, resource, count)
+		known, free, err := k.healthy(ctx, resource, count)
 		if err != nil {
 			return nil, err
+		}
+		client := known.client
+		if known.prefers {
+			free, err = preferred(ctx, client, free, count)
+			if err != nil {
+				return nil, err
+			}
 		}
 		clients[resource], ids[resource] = client, free[:count]
 		request := &plugins.ContainerAllocateRequest{DevicesIds: ids[resource]}
@@ -223,10 +236,34 @@ func (k *kubelet) start(
 	return response, nil
 }
 
+// The devices that the plugin prefers among those that are free.
+func preferred(
+	ctx context.Context, client plugins.DevicePluginClient, free []string, count int,
+) ([]string, error) {
+	request := &plugins.ContainerPreferredAllocationRequest{
+		AvailableDeviceIDs: free,
+		AllocationSize:     int32(count),
+	}
+	answer, err := client.GetPreferredAllocation(ctx, &plugins.PreferredAllocationRequest{
+		ContainerRequests: []*plugins.ContainerPreferredAllocationRequest{request},
+	})
+	if err != nil {
+		return nil, err
+	}
+	if len(answer.ContainerResponses) != 1 {
+		return nil, fmt.Errorf("%d preferences of a container", len(answer.ContainerResponses))
+	}
+	chosen := answer.ContainerResponses[0].DeviceIDs
+	if len(chosen) != count {
+		return nil, fmt.Errorf("%d devices are preferred in place of %d", len(chosen), count)
+	}
+	return chosen, nil
+}
+
 // Waits for healthy devices of a resource.
 func (k *kubelet) healthy(
 	ctx context.Context, resource string, count int,
-) (plugins.DevicePluginClient, []string, error) {
+) (*plugin, []string, error) {
 	for {
 		k.mutex.Lock()
 		known := k.plugins[resource]
@@ -240,7 +277,7 @@ func (k *kubelet) healthy(
 		}
 		k.mutex.Unlock()
 		if len(ids) >= count {
-			return known.client, ids, nil
+			return known, ids, nil
 		}
 		select {
 		case <-ctx.Done():

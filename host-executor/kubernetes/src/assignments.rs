@@ -1,9 +1,12 @@
 //! Which guest each container with a seat is, by what the kubelet says.
 
-use vgpu_executor::added_guests::AddedGuest;
+use std::collections::{BTreeMap, BTreeSet};
+
+use vgpu_executor::Policy;
+use vgpu_executor::added_guests::{AddedGuest, DeviceQuota};
 
 use crate::api::pod_resources::{ContainerResources, ListPodResourcesResponse};
-use crate::devices::{MEMORY, SEAT, is_seat, slice_bytes};
+use crate::devices::{MEMORY, Resource, SEAT, WEIGHT, is_seat, slice_of};
 use crate::options::Options;
 
 /// Permissions of a container's socket: its folder is mounted into that container only, and on the
@@ -25,8 +28,14 @@ pub(crate) struct Assignment {
 pub(crate) enum AssignmentError {
     #[error("the kubelet names no container with {0}; an init container cannot have it")]
     Unknown(String),
-    #[error("container {0} asks for {MEMORY} without {SEAT}: add \"{SEAT}: 1\" to its resources")]
-    NoSeat(String),
+    #[error(
+        "container {container} asks for {resource} without {SEAT}: add \"{SEAT}: 1\" to its \
+         resources"
+    )]
+    NoSeat {
+        container: String,
+        resource: &'static str,
+    },
 }
 
 /// The containers with seats.
@@ -37,8 +46,18 @@ pub(crate) fn assignments(pods: &ListPodResourcesResponse, options: &Options) ->
             let Some(seat) = ids(container, SEAT).find(|id| is_seat(id)) else {
                 continue;
             };
-            let slices = ids(container, MEMORY).filter_map(slice_bytes);
-            let memory = slices.fold(0, u64::saturating_add);
+            let mut memory = 0u64;
+            let mut by_gpu = BTreeMap::<usize, u64>::new();
+            for slice in ids(container, MEMORY).filter_map(slice_of) {
+                let sum = match slice.gpu {
+                    Some(gpu) => by_gpu.entry(gpu).or_default(),
+                    None => &mut memory,
+                };
+                *sum = sum.saturating_add(slice.bytes);
+            }
+            let devices =
+                { by_gpu.into_iter() }.map(|(device, memory)| DeviceQuota { device, memory });
+            let weight = u32::try_from(ids(container, WEIGHT).count()).unwrap_or(u32::MAX);
             let parts = [&pod.namespace, &pod.name, &container.name];
             all.push(Assignment {
                 seat: seat.into(),
@@ -47,7 +66,8 @@ pub(crate) fn assignments(pods: &ListPodResourcesResponse, options: &Options) ->
                     socket: options.socket(seat),
                     mode: MODE,
                     memory: (memory > 0).then_some(memory),
-                    weight: 1,
+                    weight: weight.clamp(1, Policy::MAX_WEIGHT),
+                    devices: devices.collect(),
                 },
             });
         }
@@ -55,25 +75,38 @@ pub(crate) fn assignments(pods: &ListPodResourcesResponse, options: &Options) ->
     all
 }
 
-/// Checks that the container with these slices of memory has a seat.
+/// Checks that the container with these devices of a resource has a seat.
 ///
 /// # Errors
 /// It has none, or the kubelet names no such container.
-pub(crate) fn check_memory(
+pub(crate) fn check_seat(
     pods: &ListPodResourcesResponse,
-    slices: &[String],
+    resource: Resource,
+    devices: &[String],
 ) -> Result<(), AssignmentError> {
+    let resource = resource.name();
     let mut containers = pods.pod_resources.iter().flat_map(|pod| &pod.containers);
-    let has_slices = |container: &&ContainerResources| {
-        ids(container, MEMORY).any(|id| slices.iter().any(|slice| slice == id))
+    let has_devices = |container: &&ContainerResources| {
+        ids(container, resource).any(|id| devices.iter().any(|device| device == id))
     };
-    match containers.find(has_slices) {
-        None => Err(AssignmentError::Unknown(slices.join(", "))),
+    match containers.find(has_devices) {
+        None => Err(AssignmentError::Unknown(devices.join(", "))),
         Some(container) if ids(container, SEAT).next().is_none() => {
-            Err(AssignmentError::NoSeat(container.name.clone()))
+            let container = container.name.clone();
+            Err(AssignmentError::NoSeat {
+                container,
+                resource,
+            })
         }
         Some(_) => Ok(()),
     }
+}
+
+/// The slices of memory that containers have.
+pub(crate) fn taken_slices(pods: &ListPodResourcesResponse) -> BTreeSet<String> {
+    let containers = pods.pod_resources.iter().flat_map(|pod| &pod.containers);
+    let taken = containers.flat_map(|container| ids(container, MEMORY));
+    taken.map(str::to_owned).collect()
 }
 
 /// The devices of a container of one resource.
@@ -136,6 +169,15 @@ mod tests {
                     ],
                 ),
                 pod("c", "llama", &[(MEMORY, &["1024Mi-1"])]),
+                pod(
+                    "d",
+                    "llama",
+                    &[
+                        (SEAT, &["seat-5"]),
+                        (MEMORY, &["gpu1-1Mi-3", "gpu0-2Mi-4", "gpu1-1Mi-4"]),
+                        (WEIGHT, &["weight-7", "weight-1", "weight-3"]),
+                    ],
+                ),
             ],
         };
         let all = assignments(&pods, &Options::for_tests());
@@ -146,15 +188,32 @@ mod tests {
         let expected = [
             ("seat-3", "default.a.llama", None),
             ("seat-4", "default.b.llama", Some(2560 << 20)),
+            ("seat-5", "default.d.llama", None),
         ];
         assert_eq!(seen, expected);
         let socket = "/run/vgpu/pods/seat-4/vgpu.sock";
         assert_eq!(all[1].guest.socket.to_str(), Some(socket));
 
+        assert!(all[1].guest.devices.is_empty());
+        let quotas = [(0, 2 << 20), (1, 2 << 20)];
+        let quotas = quotas.map(|(device, memory)| DeviceQuota { device, memory });
+        assert_eq!(all[2].guest.devices, quotas);
+        let weights: Vec<_> = all.iter().map(|one| one.guest.weight).collect();
+        assert_eq!(weights, [1, 1, 3]);
+        let taken = taken_slices(&pods);
+        assert!(taken.contains("1024Mi-9") && taken.contains("gpu0-2Mi-4"));
+        assert_eq!(taken.len(), 7);
+
+        let check_memory = |pods: &_, ids: &[String]| check_seat(pods, Resource::Memory, ids);
         let slices = |ids: &[&str]| -> Vec<String> { ids.iter().map(|&id| id.into()).collect() };
         assert_eq!(check_memory(&pods, &slices(&["1024Mi-9"])), Ok(()));
         let no_seat = check_memory(&pods, &slices(&["1024Mi-1"]));
-        assert_eq!(no_seat, Err(AssignmentError::NoSeat("llama".into())));
+        let (container, resource) = ("llama".to_owned(), MEMORY);
+        let expected = AssignmentError::NoSeat {
+            container,
+            resource,
+        };
+        assert_eq!(no_seat, Err(expected));
         let unknown = check_memory(&pods, &slices(&["1024Mi-2"]));
         assert_eq!(unknown, Err(AssignmentError::Unknown("1024Mi-2".into())));
     }

@@ -67,7 +67,7 @@ pub(crate) async fn register(options: &Options, resource: Resource) -> Result<()
         version: VERSION.into(),
         endpoint: resource.endpoint().into(),
         resource_name: resource.name().into(),
-        options: Some(plugin_options()),
+        options: Some(plugin_options(resource)),
     };
     let answer = client.register(request).await;
     answer.map(drop).map_err(|status| refused(&path, &status))
@@ -75,10 +75,10 @@ pub(crate) async fn register(options: &Options, resource: Resource) -> Result<()
 
 /// What the plugin wants of the kubelet: before a container starts, the plugin gives the
 /// container's guest the quota, which a call for the seat alone does not tell.
-pub(crate) fn plugin_options() -> DevicePluginOptions {
+pub(crate) fn plugin_options(resource: Resource) -> DevicePluginOptions {
     DevicePluginOptions {
         pre_start_required: true,
-        get_preferred_allocation_available: false,
+        get_preferred_allocation_available: resource.has_preferences(),
     }
 }
 

@@ -21,6 +21,8 @@ pub struct Options {
     pub sockets: PathBuf,
     /// The guest plugin, `libggml-vgpu.so`, on the host. This process sees it at the same path.
     pub plugin: PathBuf,
+    /// Where the kernel says which NUMA node a GPU is near, such as `/sys`.
+    pub sysfs: PathBuf,
     /// How many containers may use the executor at once.
     pub seats: u32,
     /// Bytes of a slice of memory.
@@ -101,6 +103,7 @@ impl Options {
             kubelet: "/var/lib/kubelet".into(),
             sockets: "/run/vgpu/pods".into(),
             plugin: "/usr/lib/vgpu/libggml-vgpu.so".into(),
+            sysfs: "/sys".into(),
             seats: 16,
             slice: 1 << 30,
             interval: Duration::from_secs(2),

@@ -1,7 +1,7 @@
 //! Makes the guests of the executor those of the kubelet: each container with a seat is a guest,
 //! and a guest whose container is gone is removed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 use vgpu_executor::added_guests::{AddedGuest, GuestList, GuestRequest};
-use vgpu_executor::control::{self, GuestError};
+use vgpu_executor::control::{self, ControlError, GuestError};
 
 use crate::api::pod_resources::ListPodResourcesResponse;
-use crate::assignments::{Assignment, AssignmentError, assignments, check_memory};
-use crate::devices::is_seat;
+use crate::assignments::{Assignment, AssignmentError, assignments, check_seat, taken_slices};
+use crate::devices::{Resource, is_seat};
 use crate::kubelet::{self, KubeletError};
 use crate::options::Options;
 
@@ -44,10 +44,36 @@ pub(crate) enum ReconcileError {
     Panicked,
 }
 
+impl ReconcileError {
+    /// Whether no executor listens.
+    fn has_no_executor(&self) -> bool {
+        let ReconcileError::Executor { error, .. } = self else {
+            return false;
+        };
+        match error {
+            GuestError::Control(ControlError::Socket(error)) => matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+            ),
+            _ => false,
+        }
+    }
+
+    /// Whether the executor does not answer: the next question would wait as long.
+    fn is_silence(&self) -> bool {
+        let ReconcileError::Executor { error, .. } = self else {
+            return false;
+        };
+        matches!(error, GuestError::Control(_))
+    }
+}
+
 /// What a look at executor and kubelet has found.
 pub(crate) struct Outcome {
     /// What the executor says.
     pub(crate) executor: GuestList,
+    /// The slices of memory that containers have. `None`: the kubelet does not say.
+    pub(crate) taken: Option<BTreeSet<String>>,
     /// Why the guests may not be those of the kubelet.
     pub(crate) problem: Option<ReconcileError>,
 }
@@ -76,21 +102,36 @@ impl Reconciler {
     /// The executor does not answer. Other problems are part of the outcome.
     pub(crate) async fn reconcile(&mut self) -> Result<Outcome, ReconcileError> {
         let executor = self.ask(GuestRequest::List).await?;
-        let problem = self.match_guests(executor.guests.clone()).await.err();
-        Ok(Outcome { executor, problem })
+        let (taken, problem) = match kubelet::pods(&self.options).await {
+            Ok(pods) => {
+                let matched = self.match_guests(&pods, executor.guests.clone()).await;
+                (Some(taken_slices(&pods)), matched.err())
+            }
+            Err(error) => (None, Some(error.into())),
+        };
+        Ok(Outcome {
+            executor,
+            taken,
+            problem,
+        })
     }
 
     /// Makes the guests that the executor has, `known`, those of the kubelet.
-    async fn match_guests(&mut self, mut known: Vec<AddedGuest>) -> Result<(), ReconcileError> {
-        let pods = kubelet::pods(&self.options).await?;
-        let wanted = assignments(&pods, &self.options);
+    async fn match_guests(
+        &mut self,
+        pods: &ListPodResourcesResponse,
+        mut known: Vec<AddedGuest>,
+    ) -> Result<(), ReconcileError> {
+        let wanted = assignments(pods, &self.options);
         let mut problem = None;
         for assignment in &wanted {
-            if let Err(error) = self.ensure(assignment, &mut known).await {
-                problem = Some(error);
+            match self.ensure(assignment, &mut known).await {
+                Err(error) if error.is_silence() => return Err(error),
+                Err(error) => problem = Some(error),
+                Ok(()) => {}
             }
         }
-        match self.is_complete(&pods) {
+        match self.is_complete(pods) {
             true => self.remove_gone(&known, &wanted).await?,
             // A kubelet that has just started does not know its pods.
             false => self.gone.clear(),
@@ -120,20 +161,56 @@ impl Reconciler {
         self.ensure(&found, &mut executor.guests).await
     }
 
-    /// Checks that the container with these slices of memory, which starts, has a seat.
+    /// Checks that the container with these devices of a resource, which starts, has a seat.
     ///
     /// # Errors
     /// It has none.
-    pub(crate) async fn check_memory(&self, slices: &[String]) -> Result<(), ReconcileError> {
+    pub(crate) async fn check_seat(
+        &self,
+        resource: Resource,
+        devices: &[String],
+    ) -> Result<(), ReconcileError> {
         let pods = kubelet::pods(&self.options).await?;
-        Ok(check_memory(&pods, slices)?)
+        Ok(check_seat(&pods, resource, devices)?)
     }
 
-    /// Makes the folder of a seat, which the kubelet mounts into a container.
+    /// Makes a new folder for a seat, which the kubelet mounts into a container. Another container
+    /// may have had the seat, and may still run: its pod was deleted by force. That container loses
+    /// its guest and its sessions, and keeps the folder that it has mounted, which is removed: what
+    /// is made at the same path is not seen there.
     ///
     /// # Errors
-    /// The folder cannot be made.
-    pub(crate) fn make_folder(&self, seat: &str) -> Result<(), ReconcileError> {
+    /// The executor does not remove the guest of that container, or no folder can be made.
+    pub(crate) async fn renew(&mut self, seat: &str) -> Result<(), ReconcileError> {
+        let socket = self.options.socket(seat);
+        match self.ask(GuestRequest::List).await {
+            Ok(list) => {
+                for guest in list.guests.iter().filter(|guest| guest.socket == socket) {
+                    self.remove(&guest.name).await?;
+                    self.gone.remove(&guest.name);
+                    info!(
+                        guest = guest.name,
+                        seat, "another container gets the seat of the guest"
+                    );
+                }
+            }
+            // Its guests have ended with it. The container starts when an executor answers.
+            Err(error) if error.has_no_executor() => {}
+            Err(error) => return Err(error),
+        }
+        make_folder(&self.options.sockets, FOLDERS_MODE)?;
+        let folder = self.options.folder(seat);
+        let failed = |path: &Path, error| ReconcileError::Folder {
+            path: path.into(),
+            error,
+        };
+        if_there(fs::remove_file(&socket)).map_err(|error| failed(&socket, error))?;
+        if_there(fs::remove_dir(&folder)).map_err(|error| failed(&folder, error))?;
+        make_folder(&folder, FOLDER_MODE)
+    }
+
+    /// Makes the folder of a seat if it is missing.
+    fn make_folder(&self, seat: &str) -> Result<(), ReconcileError> {
         make_folder(&self.options.sockets, FOLDERS_MODE)?;
         make_folder(&self.options.folder(seat), FOLDER_MODE)
     }
@@ -223,6 +300,14 @@ fn make_folder(path: &Path, mode: u32) -> Result<(), ReconcileError> {
         path: path.into(),
         error,
     })
+}
+
+/// The outcome of a removal, which is good if there was nothing to remove.
+fn if_there(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn folder_names(path: &Path) -> Result<Vec<String>, ReconcileError> {

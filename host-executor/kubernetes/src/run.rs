@@ -1,5 +1,6 @@
 //! The loop of the device plugin.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,8 +8,10 @@ use std::sync::Arc;
 use tokio::sync::{Mutex, watch};
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
+use vgpu_executor::added_guests::GuestList;
 
-use crate::devices::{Capacity, Resource};
+use crate::devices::{Capacity, Gpu, Resource};
+use crate::numa;
 use crate::options::{Options, OptionsError};
 use crate::reconciler::{Outcome, Reconciler};
 use crate::registration::Registration;
@@ -44,7 +47,8 @@ pub async fn run(options: Options, stop: impl Future<Output = ()>) -> Result<(),
             is_healthy: false,
             seats: options.seats,
             slice: options.slice,
-            slices: None,
+            gpus: Vec::new(),
+            withheld: BTreeSet::new(),
         }),
         options,
         registration: None,
@@ -77,9 +81,13 @@ impl Plugin {
     /// Looks at the executor and at the kubelet once.
     async fn step(&mut self) {
         let outcome = self.reconciler.lock().await.reconcile().await;
-        let (found, problem) = match outcome {
-            Ok(Outcome { executor, problem }) => (Some(executor), problem),
-            Err(error) => (None, Some(error)),
+        let (found, taken, problem) = match outcome {
+            Ok(Outcome {
+                executor,
+                taken,
+                problem,
+            }) => (Some(executor), taken, problem),
+            Err(error) => (None, None, Some(error)),
         };
         self.problems
             .guests
@@ -89,11 +97,14 @@ impl Plugin {
         self.problems.executor.set(unavailable);
         let options = &self.options;
         let is_changed = self.capacity.send_if_modified(|capacity| {
-            let before = *capacity;
+            let before = capacity.clone();
             capacity.is_healthy = false;
             if let Some(executor) = &found {
                 capacity.is_healthy = executor.unavailable.is_none();
-                capacity.slices = Some(Capacity::slices_of(executor.memory, options.slice));
+                capacity.gpus = gpus(executor, options);
+            }
+            if let Some(taken) = &taken {
+                capacity.withhold(taken);
             }
             *capacity != before
         });
@@ -102,7 +113,9 @@ impl Plugin {
             info!(
                 healthy = capacity.is_healthy,
                 seats = capacity.seats,
-                slices = capacity.slices,
+                gpus = capacity.gpus.len(),
+                slices = capacity.gpus.iter().map(|gpu| gpu.slices).sum::<u64>(),
+                withheld = capacity.withheld.len(),
                 "the devices of the node"
             );
         }
@@ -133,6 +146,23 @@ impl Plugin {
         };
         self.problems.registration.set(problem);
     }
+}
+
+/// The devices of an executor.
+fn gpus(executor: &GuestList, options: &Options) -> Vec<Gpu> {
+    if executor.devices.is_empty() {
+        // An older executor.
+        return vec![Gpu::new(executor.memory, 0, options.slice, 1)];
+    }
+    let count = executor.devices.len();
+    let gpus = executor.devices.iter().map(|device| {
+        let address = device.address.as_ref();
+        Gpu {
+            node: address.and_then(|address| numa::node_of(&options.sysfs, address)),
+            ..Gpu::new(device.memory, device.raised, options.slice, count)
+        }
+    });
+    gpus.collect()
 }
 
 /// What is wrong now. The log has a line for each change.

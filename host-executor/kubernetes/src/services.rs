@@ -11,17 +11,22 @@ use tonic::{Request, Response, Status};
 use tracing::error;
 
 use crate::api::device_plugin::{
-    AllocateRequest, AllocateResponse, ContainerAllocateResponse, DevicePlugin,
-    DevicePluginOptions, Empty, ListAndWatchResponse, Mount, PreStartContainerRequest,
-    PreStartContainerResponse, PreferredAllocationRequest, PreferredAllocationResponse,
+    AllocateRequest, AllocateResponse, ContainerAllocateResponse,
+    ContainerPreferredAllocationResponse, DevicePlugin, DevicePluginOptions, Empty,
+    ListAndWatchResponse, Mount, PreStartContainerRequest, PreStartContainerResponse,
+    PreferredAllocationRequest, PreferredAllocationResponse,
 };
-use crate::devices::{Capacity, Resource};
+use crate::devices::{Capacity, Resource, preferred};
 use crate::kubelet::plugin_options;
 use crate::options::Options;
 use crate::reconciler::{ReconcileError, Reconciler};
 
 /// Where a container has the guest plugin.
 const PLUGIN_IN_CONTAINER: &str = "/usr/lib/vgpu/libggml-vgpu.so";
+
+/// The same for an Ollama, which takes the only library of the folder that `OLLAMA_LLM_LIBRARY`
+/// names below its own folder of libraries. The path is that of Ollama's image.
+const OLLAMA_IN_CONTAINER: &str = "/usr/lib/ollama/vgpu/libggml-vgpu.so";
 
 /// Where a container has the folder with its socket.
 const FOLDER_IN_CONTAINER: &str = "/run/vgpu";
@@ -44,7 +49,7 @@ impl DevicePlugin for Service {
         &self,
         _: Request<Empty>,
     ) -> Result<Response<DevicePluginOptions>, Status> {
-        Ok(Response::new(plugin_options()))
+        Ok(Response::new(plugin_options(self.resource)))
     }
 
     async fn list_and_watch(
@@ -63,16 +68,32 @@ impl DevicePlugin for Service {
 
     async fn get_preferred_allocation(
         &self,
-        _: Request<PreferredAllocationRequest>,
+        request: Request<PreferredAllocationRequest>,
     ) -> Result<Response<PreferredAllocationResponse>, Status> {
-        Err(Status::unimplemented("all devices are alike"))
+        if !self.resource.has_preferences() {
+            return Err(Status::unimplemented("all devices are alike"));
+        }
+        let containers = request.into_inner().container_requests.into_iter();
+        let responses = containers.map(|container| {
+            let count = usize::try_from(container.allocation_size).unwrap_or(0);
+            let (available, required) = (
+                &container.available_device_ids,
+                &container.must_include_device_ids,
+            );
+            ContainerPreferredAllocationResponse {
+                device_ids: preferred(available, required, count),
+            }
+        });
+        Ok(Response::new(PreferredAllocationResponse {
+            container_responses: responses.collect(),
+        }))
     }
 
     async fn allocate(
         &self,
         request: Request<AllocateRequest>,
     ) -> Result<Response<AllocateResponse>, Status> {
-        let capacity = *self.capacity.borrow();
+        let capacity = self.capacity.borrow().clone();
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = container.devices_ids;
@@ -82,7 +103,7 @@ impl DevicePlugin for Service {
             }
             container_responses.push(match self.resource {
                 // The container's seat has all.
-                Resource::Memory => ContainerAllocateResponse::default(),
+                Resource::Memory | Resource::Weight => ContainerAllocateResponse::default(),
                 Resource::Seat => self.seat(&ids).await?,
             });
         }
@@ -98,7 +119,7 @@ impl DevicePlugin for Service {
         let ids = request.into_inner().devices_ids;
         let mut reconciler = self.reconciler.lock().await;
         let outcome = match self.resource {
-            Resource::Memory => reconciler.check_memory(&ids).await,
+            Resource::Memory | Resource::Weight => reconciler.check_seat(self.resource, &ids).await,
             Resource::Seat => reconciler.prepare(one_seat(&ids)?).await,
         };
         outcome.map_err(|error| failed(&error))?;
@@ -110,7 +131,7 @@ impl Service {
     /// What a container with these seats gets.
     async fn seat(&self, ids: &[String]) -> Result<ContainerAllocateResponse, Status> {
         let seat = one_seat(ids)?;
-        let made = self.reconciler.lock().await.make_folder(seat);
+        let made = self.reconciler.lock().await.renew(seat).await;
         made.map_err(|error| failed(&error))?;
         let mount = |container: &str, host: String| Mount {
             container_path: container.into(),
@@ -129,9 +150,12 @@ impl Service {
                 // A container that asks for a device does not want its own CPU. The variables of
                 // the pod come after these, and may say otherwise.
                 ("VGPU_REQUIRED".into(), "1".into()),
+                ("OLLAMA_LLM_LIBRARY".into(), "vgpu".into()),
+                ("OLLAMA_FLASH_ATTENTION".into(), "1".into()),
             ]),
             mounts: vec![
-                mount(PLUGIN_IN_CONTAINER, plugin),
+                mount(PLUGIN_IN_CONTAINER, plugin.clone()),
+                mount(OLLAMA_IN_CONTAINER, plugin),
                 mount(FOLDER_IN_CONTAINER, folder),
             ],
         })

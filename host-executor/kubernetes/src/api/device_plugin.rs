@@ -51,7 +51,7 @@ pub struct ListAndWatchResponse {
     pub devices: Vec<Device>,
 }
 
-/// A device. (Its topology, field 3, is that of no device here.)
+/// A device.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
 pub struct Device {
     /// A name of at most 63 bytes.
@@ -60,6 +60,25 @@ pub struct Device {
     /// [`HEALTHY`] or [`UNHEALTHY`].
     #[prost(string, tag = "2")]
     pub health: String,
+    /// Where the device is. `None`: not known.
+    #[prost(message, optional, tag = "3")]
+    pub topology: Option<TopologyInfo>,
+}
+
+/// Where a device is.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct TopologyInfo {
+    /// The NUMA nodes that are near: one of them is enough.
+    #[prost(message, repeated, tag = "1")]
+    pub nodes: Vec<NumaNode>,
+}
+
+/// A NUMA node.
+#[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
+pub struct NumaNode {
+    /// Its number, from 0.
+    #[prost(int64, tag = "1")]
+    pub id: i64,
 }
 
 /// A container with these devices starts.
@@ -74,13 +93,43 @@ pub struct PreStartContainerRequest {
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct PreStartContainerResponse {}
 
-/// Which devices a plugin prefers. No plugin here is asked.
-#[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
-pub struct PreferredAllocationRequest {}
+/// Which devices a plugin prefers.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct PreferredAllocationRequest {
+    /// The containers.
+    #[prost(message, repeated, tag = "1")]
+    pub container_requests: Vec<ContainerPreferredAllocationRequest>,
+}
+
+/// Which devices a plugin prefers for one container.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct ContainerPreferredAllocationRequest {
+    /// The devices that the container may get.
+    #[prost(string, repeated, tag = "1")]
+    pub available_device_ids: Vec<String>,
+    /// The devices among them that the container gets in any case.
+    #[prost(string, repeated, tag = "2")]
+    pub must_include_device_ids: Vec<String>,
+    /// How many devices the container gets.
+    #[prost(int32, tag = "3")]
+    pub allocation_size: i32,
+}
 
 /// The devices that a plugin prefers.
-#[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
-pub struct PreferredAllocationResponse {}
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct PreferredAllocationResponse {
+    /// An entry for each container of the request, in the same order.
+    #[prost(message, repeated, tag = "1")]
+    pub container_responses: Vec<ContainerPreferredAllocationResponse>,
+}
+
+/// The devices that a plugin prefers for one container.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct ContainerPreferredAllocationResponse {
+    /// The devices.
+    #[prost(string, repeated, tag = "1")]
+    pub device_ids: Vec<String>,
+}
 
 /// The kubelet gives devices to containers.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
