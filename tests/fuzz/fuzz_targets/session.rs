@@ -1,5 +1,6 @@
 //! The target `session` under libFuzzer. Here the process has no other tests, so that what a
-//! session leaves behind is seen: mappings, threads, descriptors, resident memory.
+//! session leaves behind is seen: mappings, threads, descriptors, resident memory. The most
+//! resident memory is looked at after each session.
 #![no_main]
 
 #[path = "../targets/mod.rs"]
@@ -17,7 +18,7 @@ const INTERVAL: u64 = 1 << 12;
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     static SESSIONS: AtomicU64 = AtomicU64::new(0);
     static FIRST: OnceLock<Process> = OnceLock::new();
-    targets::session::run(data);
+    targets::session::run_with_peak(data);
     if SESSIONS.fetch_add(1, Ordering::Relaxed) % INTERVAL == INTERVAL - 1 {
         FIRST.get_or_init(Process::now).check_growth(0);
     }

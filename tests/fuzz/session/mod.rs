@@ -13,6 +13,7 @@
 //! - graphs, plans and working memory are charged, and given back with the graph;
 //! - when the session is over, all its memory is free;
 //! - no request takes more processor time than `usage::REQUEST_TIME`;
+//! - in a process of its own, the session never needs more memory at once than its limits say;
 //! - in a process of its own, the session has as many mappings, threads and descriptors as its
 //!   buffers need, and leaves none behind.
 
@@ -44,7 +45,7 @@ use vgpu_transport::wire::{
 
 use input::Input;
 use model::{Expect, Model};
-use usage::{Process, RequestClock};
+use usage::{Peak, Process, RequestClock};
 
 pub(crate) use model::Setup;
 
@@ -53,6 +54,7 @@ pub(crate) const SMALL: Setup = Setup {
     memory: 1 << 20,
     buffers: 8,
     has_default_limits: false,
+    scale: 1,
 };
 
 /// The limits of a session of `vgpu serve`.
@@ -60,6 +62,14 @@ pub(crate) const DEFAULT: Setup = Setup {
     memory: 4 << 20,
     buffers: 1 << 14,
     has_default_limits: true,
+    scale: 1,
+};
+
+/// The same with the memory of a guest, and buffers of up to 64 MiB.
+pub(crate) const LARGE: Setup = Setup {
+    memory: 256 << 20,
+    scale: 1 << 12,
+    ..DEFAULT
 };
 
 /// Most requests in one session, reads after graphs not counted.
@@ -91,19 +101,35 @@ fn limits(setup: &Setup) -> Limits {
 }
 
 /// Runs the session that `data` encodes. Panics at the first difference from the model. One session
-/// in eight has the default limits.
+/// in eight has the default limits, and one in eight the memory of a guest besides.
 pub(crate) fn run(data: &[u8]) {
-    static ENGINES: OnceLock<Mutex<[Arc<CpuEngine>; 2]>> = OnceLock::new();
-    let engines = || Mutex::new([&SMALL, &DEFAULT].map(|setup| Arc::new(cpu_engine(setup))));
+    run_one(data, false);
+}
+
+/// As [`run`], in a process that does nothing else meanwhile: checks the most memory that the
+/// session has needed at once, too.
+pub(crate) fn run_with_peak(data: &[u8]) {
+    run_one(data, true);
+}
+
+fn run_one(data: &[u8], has_peak: bool) {
+    static ENGINES: OnceLock<Mutex<[Arc<CpuEngine>; 3]>> = OnceLock::new();
+    const SETUPS: [&Setup; 3] = [&SMALL, &DEFAULT, &LARGE];
+    let engines = || Mutex::new(SETUPS.map(|setup| Arc::new(cpu_engine(setup))));
     let engines = ENGINES.get_or_init(engines);
     // One session at a time, so that memory can be accounted for.
     let engines = engines.lock().unwrap_or_else(PoisonError::into_inner);
-    let [small, default] = &*engines;
-    let (setup, engine) = match data.last().is_some_and(|last| last % 8 == 7) {
-        true => (&DEFAULT, default),
-        false => (&SMALL, small),
+    let at = match data.last().map_or(0, |last| last % 8) {
+        6 => 2,
+        7 => 1,
+        _ => 0,
     };
-    run_on(&(Arc::clone(engine) as Arc<dyn Engine>), setup, data);
+    let engine = Arc::clone(&engines[at]) as Arc<dyn Engine>;
+    let peak = has_peak.then(Peak::begin);
+    run_on(&engine, SETUPS[at], data);
+    if let Some(peak) = peak {
+        peak.check(SETUPS[at].memory);
+    }
 }
 
 /// An engine with the memory of a session, whose buffers end at pages that nobody can access.
@@ -127,6 +153,7 @@ pub(crate) fn run_alone(
 ) -> Duration {
     let mut script = Script::new(data, setup, Arc::clone(engine));
     script.first = first;
+    let peak = first.map(|_| Peak::begin());
     static WEIGHTS: OnceLock<WeightStore> = OnceLock::new();
     let weights = WEIGHTS
         .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
@@ -140,8 +167,9 @@ pub(crate) fn run_alone(
         setup.memory,
         "the session did not free its memory"
     );
-    if let Some(first) = first {
+    if let Some((first, peak)) = first.zip(peak) {
         first.check_growth(0);
+        peak.check(setup.memory);
     }
     longest
 }
@@ -633,6 +661,11 @@ impl<'a> Script<'a> {
             0 => self.input.odd_number(),
             1 => 0,
             2..=7 => u64::from(self.input.byte()) * 4,
+            // The second byte only where there is memory for it: inputs of other set-ups keep their
+            // meaning.
+            _ if self.setup.scale > 1 && self.input.chance(4) => {
+                u64::from(self.input.byte()) * 64 * self.setup.scale
+            }
             _ => u64::from(self.input.byte()) * 64,
         }
     }

@@ -95,6 +95,8 @@ pub(crate) struct Setup {
     pub(crate) buffers: usize,
     /// The limits of graphs are the default ones.
     pub(crate) has_default_limits: bool,
+    /// How many times the usual size some buffers have.
+    pub(crate) scale: u64,
 }
 
 /// The bytes of the pages that a buffer of `size` bytes takes: at least one.

@@ -21,6 +21,53 @@ const MAPPINGS_OF_A_BUFFER: usize = 3 * 16;
 /// corpus in memory.
 const RESIDENT: u64 = 256 << 10;
 
+/// KiB that a session may need at once besides its buffers and what the model of the session knows
+/// of them: messages, decoded graphs and plans of its limits, and the page size of huge pages.
+const PEAK: u64 = 24 << 10;
+
+/// The most resident memory of the process in a time, if it does nothing else meanwhile.
+#[derive(Debug)]
+pub(crate) struct Peak {
+    /// KiB at the start.
+    start: u64,
+}
+
+impl Peak {
+    /// Begins to measure: the kernel forgets the peak so far.
+    ///
+    /// # Panics
+    /// If the kernel does not count the peak of a process.
+    pub(crate) fn begin() -> Peak {
+        fs::write("/proc/self/clear_refs", "5").expect("the kernel measures peaks");
+        Peak {
+            start: kib("VmHWM:"),
+        }
+    }
+
+    /// Checks that a session with `memory` bytes has never needed more than twice that, for its
+    /// buffers and the model's copy of them, and a constant.
+    ///
+    /// # Panics
+    /// If it has.
+    pub(crate) fn check(&self, memory: u64) {
+        let (now, most) = (kib("VmHWM:"), self.start + 2 * (memory >> 10) + PEAK);
+        assert!(
+            now <= most,
+            "the process had {now} KiB at once, at most {most} are allowed from {} on",
+            self.start
+        );
+    }
+}
+
+/// A figure of this process in KiB. 0 if the kernel does not tell.
+fn kib(key: &str) -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix(key));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    kib.and_then(|kib| kib.trim().parse::<u64>().ok())
+        .unwrap_or(0)
+}
+
 /// What the process has.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Process {
@@ -35,13 +82,6 @@ impl Process {
     pub(crate) fn now() -> Process {
         let count = |folder: &str| fs::read_dir(folder).map_or(0, Iterator::count);
         let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
-        let status = text("/proc/self/status");
-        let kib = |key| {
-            let line = status.lines().find_map(|line| line.strip_prefix(key));
-            let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
-            kib.and_then(|kib| kib.trim().parse::<u64>().ok())
-                .unwrap_or(0)
-        };
         Process {
             mappings: text("/proc/self/maps").lines().count(),
             threads: count("/proc/self/task"),

@@ -15,31 +15,33 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     ("memfd", &[]),
     ("poll", &[]),
     ("random", &[]),
+    ("size", &[]),
     ("ir", BASE),
     ("shm", BASE),
     (
         "wire",
         &[
             "bytes", "error", "fork", "ir", "limits", "lock", "memfd", "poll", "random", "shm",
+            "size",
         ],
     ),
     // Not `ir` and not `wire`: a link carries bytes and does not know their meaning.
     (
         "link",
         &[
-            "bytes", "error", "fork", "limits", "lock", "memfd", "poll", "random", "shm",
+            "bytes", "error", "fork", "limits", "lock", "memfd", "poll", "random", "shm", "size",
         ],
     ),
 ];
 
 /// The lowest layer.
 const BASE: &[&str] = &[
-    "bytes", "error", "fork", "limits", "lock", "memfd", "poll", "random",
+    "bytes", "error", "fork", "limits", "lock", "memfd", "poll", "random", "size",
 ];
 
 /// What an engine and the crates beside it import from `vgpu-transport`: the paths begin with one
 /// of these.
-const OF_ENGINES: &[&str] = &["bytes", "ir", "lock", "memfd"];
+const OF_ENGINES: &[&str] = &["bytes", "ir", "lock", "memfd", "size"];
 
 /// The packages to which [`OF_ENGINES`] applies.
 const ENGINES: &[&str] = &[
@@ -123,7 +125,7 @@ fn modules_of_the_transport_import_lower_layers_only() {
 }
 
 #[test]
-fn engines_import_four_modules_of_the_transport() {
+fn engines_import_five_modules_of_the_transport() {
     for package in ENGINES {
         let mut paths = 0;
         for path in roots_of(package) {

@@ -88,9 +88,9 @@ Only `--full` runs:
   ollama    all checks again without flash attention, and both again with Ollama 0.33.0; each
             release with the llama-server of the llama.cpp it carries instead of that of 0.25.3;
             an upgrade in place
-  deploy    KubeVirt's own types; the device plugin with Kubernetes' own package of its services;
-            whether vgpu takes the flags of the Helm chart (also with --dist); a Prometheus that
-            scrapes an executor, with every query of the dashboard
+  deploy    KubeVirt's own types; a Prometheus that scrapes an executor, with every query of the
+            dashboard. `--only deploy` builds nothing: without --full or --dist it leaves out the
+            device plugin with Kubernetes' own package, and vgpu's flags in the Helm chart
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
             products of nine types instead of two and two; 20 killed executors instead of three

@@ -64,6 +64,14 @@ pub(super) enum Outcome {
     Failed(String),
 }
 
+/// What a guest says while it generates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Said {
+    /// There is a further token.
+    Token,
+    End(Outcome),
+}
+
 impl Outcome {
     pub(super) fn tokens(self) -> Result<Vec<u32>> {
         match self {
@@ -139,17 +147,9 @@ impl Guest {
     /// # Errors
     /// If the guest hangs, or its process has ended.
     pub(super) fn end(&mut self) -> Result<Outcome> {
-        self.end_within(HANG)
-    }
-
-    /// The same, with another limit.
-    ///
-    /// # Errors
-    /// If the generation has not ended after `limit`, or the process of the guest has ended.
-    pub(super) fn end_within(&mut self, limit: Duration) -> Result<Outcome> {
         let started = Instant::now();
         loop {
-            let left = limit.saturating_sub(started.elapsed());
+            let left = HANG.saturating_sub(started.elapsed());
             let line = self
                 .dialogue
                 .read_line(left.max(Duration::from_millis(1)))?;
@@ -161,12 +161,22 @@ impl Guest {
 
     /// The outcome of the generation if it has ended.
     pub(super) fn ended(&mut self) -> Result<Option<Outcome>> {
-        while let Some(line) = self.dialogue.try_read_line()? {
-            if let Some(outcome) = outcome(&line)? {
-                return Ok(Some(outcome));
+        loop {
+            match self.said()? {
+                Some(Said::Token) => {}
+                Some(Said::End(outcome)) => return Ok(Some(outcome)),
+                None => return Ok(None),
             }
         }
-        Ok(None)
+    }
+
+    /// What the guest has said next, if anything. Does not wait.
+    pub(super) fn said(&mut self) -> Result<Option<Said>> {
+        let Some(line) = self.dialogue.try_read_line()? else {
+            return Ok(None);
+        };
+        let outcome = outcome(&line)?;
+        Ok(Some(outcome.map_or(Said::Token, Said::End)))
     }
 
     /// What the guest has logged.

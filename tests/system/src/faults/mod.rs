@@ -20,6 +20,7 @@ mod proxy;
 mod random_events;
 mod setup;
 mod suspend;
+mod waits;
 
 pub(crate) use all::FAULTS;
 pub(crate) use event::Chosen;

@@ -102,7 +102,7 @@ pub(super) fn quota(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     expect_no_more(executor.pid(), &before, "the executor", HANG)?;
     executor.stop()?;
     let log = std::fs::read_to_string(setup.log("quota-vgpu-serve"))?;
-    let wanted = format!("of {SMALL} free");
+    let wanted = format!("of {}.0 MiB free", SMALL >> 20);
     let line = log
         .lines()
         .find(|line| line.contains("out of memory") && line.contains(&wanted))

@@ -34,12 +34,13 @@ use xtask_common::progress::Progress;
 
 use super::event::{Event, Possible};
 use super::freezer::Freezer;
-use super::guest::{self, Guest, HANG, Outcome};
+use super::guest::{self, Guest, HANG, Outcome, Said};
 use super::kept_executor::KeptExecutor;
 use super::leaks::{HeapCounts, ResourceUsage, TCP_QUEUES, expect_no_more};
 use super::machine::{Machine, Namespace};
 use super::proxy::{Direction, Proxy};
 use super::setup::{Row, Setup, TOKENS, moment};
+use super::waits::Waits;
 
 const NAME: &str = "events";
 
@@ -95,8 +96,25 @@ const SHORT: Duration = Duration::from_millis(1500);
 /// What a busy machine may add to a stated time.
 const SLOW_MACHINE: Duration = Duration::from_secs(30);
 
+/// How often to look at what programs have said.
+const LOOK_PERIOD: Duration = Duration::from_millis(2);
+
 /// What a program is told when `vgpu kill` has ended its session.
 const KILLED: &str = "an operator of the host has ended this session";
+
+/// What a program is told that wants a session of an executor which drains.
+const DRAINS: &str = "the host drains: it accepts no new sessions";
+
+/// What the log of no program may say: that somebody is to blame for the end of a session, by whom
+/// the events do nothing.
+const BLAME: [&str; 6] = [
+    "broke the protocol",
+    "failed while it executed",
+    "the engine failed",
+    "an operator of the host",
+    "the host drains",
+    "does not serve this guest",
+];
 
 /// The plugin keeps the file of a model open, and remembers hashes of it, if the file has not
 /// changed for 60 s. One more, because times of files have fractions of a second.
@@ -189,6 +207,8 @@ struct Soak<'a> {
     life: Duration,
     reloads: u64,
     counts: BTreeMap<Event, usize>,
+    /// How long programs waited after each event.
+    waits: Waits,
 }
 
 /// Injects `setup.counts.events` events, or as many as fit into `setup.counts.time`.
@@ -212,6 +232,8 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         }
     }
     let grown = soak.compare_resources()?;
+    let waits = soak.waits.to_string();
+    { soak.waits.check(soak.life) }.with_context(|| format!("all times: {waits}"))?;
     let counts: Vec<String> = { soak.counts.iter() }
         .map(|(event, count)| format!("{event} {count}"))
         .collect();
@@ -240,7 +262,8 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         fault: "random events",
         times: done,
         found: format!(
-            "{}; 0 hangs, 0 wrong tokens; executor since its last start, {since} events before \
+            "{}; 0 hangs, 0 wrong tokens; after the event a program went on or failed within (median, \
+             99 %, maximum) {waits}; executor since its last start, {since} events before \
              the end: {before}, after: {after}, heap {grown:+} bytes{rate}{quarters}; heaps grew by \
              {of_executor} and {of_programs} bytes at most{skipped}",
             counts.join(", ")
@@ -307,6 +330,7 @@ impl<'a> Soak<'a> {
             life: Duration::ZERO,
             reloads: 0,
             counts: BTreeMap::new(),
+            waits: Waits::default(),
         };
         // Before the executor ends for the first time: `vgpu fd-store` starts the next one because
         // it keeps files of a machine.
@@ -437,49 +461,48 @@ impl<'a> Soak<'a> {
             .collect();
         let fails = self.inject(event, subject)?;
         let happened = Instant::now();
-        // The programs work at the same time, a fork for two.
-        let work = self.life * (PROGRAMS.len() as u32 + 1);
-        let most = event.stated() + SLOW_MACHINE;
-        let mut killed = 0;
-        for program in working {
-            let is_replaced = match event {
-                Event::GuestKilled | Event::GuestEnds | Event::MachineProgramKilled => {
-                    program == subject
-                }
-                Event::MachineKilled => OF_MACHINE.contains(&program),
-                _ => false,
-            };
-            if is_replaced {
-                continue;
+        let is_replaced = |program: &usize| match event {
+            Event::GuestKilled | Event::GuestEnds | Event::MachineProgramKilled => {
+                *program == subject
             }
+            Event::MachineKilled => OF_MACHINE.contains(program),
+            _ => false,
+        };
+        let working = working.into_iter().filter(|program| !is_replaced(program));
+        let mut failed: Vec<usize> = Vec::new();
+        for (program, outcome, took) in self.outcomes(event, working.collect(), happened)? {
             let Program { name, guest, .. } = &mut self.programs[program];
-            let left = (most + work).saturating_sub(happened.elapsed());
-            let outcome = guest.end_within(left).with_context(|| {
-                format!("{name} hangs for {most:?} and {work:?}, or has crashed")
-            })?;
-            match outcome {
-                Outcome::Tokens(tokens) => ensure!(
-                    tokens == self.setup.reference,
-                    "{name} has the tokens {tokens:?} instead of {:?}",
-                    self.setup.reference
-                ),
-                Outcome::Failed(why) => {
-                    ensure!(fails.has(program), "{name} failed: {why}");
-                    let took = happened.elapsed();
+            let why = match outcome {
+                Outcome::Tokens(tokens) => {
                     ensure!(
-                        took < most,
-                        "{name} failed after {took:?} only, not within {most:?}"
+                        tokens == self.setup.reference,
+                        "{name} has the tokens {tokens:?} instead of {:?}",
+                        self.setup.reference
                     );
-                    if event == Event::SessionKilled {
-                        killed += 1;
-                        ensure!(killed == 1, "{name} failed, too: {why}");
-                        let log = guest.log();
-                        expect_killed(log.get(logged[program]..).unwrap_or_default())
-                            .with_context(|| format!("{name} failed: {why}"))?;
-                    }
+                    continue;
                 }
-            }
+                Outcome::Failed(why) => why,
+            };
+            ensure!(fails.has(program), "{name} failed: {why}");
+            let most = event.stated() + SLOW_MACHINE;
+            ensure!(
+                took < most,
+                "{name} failed after {took:?} only, not within {most:?}"
+            );
+            let log = guest.log();
+            let log = log.get(logged[program]..).unwrap_or_default();
+            let is_expected = match event {
+                Event::SessionKilled => expect_killed(log),
+                Event::Drained => expect_refused_by_drain(log),
+                _ => expect_loss_without_blame(log),
+            };
+            is_expected.with_context(|| format!("{name} failed: {why}"))?;
+            failed.push(program);
         }
+        ensure!(
+            event != Event::SessionKilled || failed.len() <= 1,
+            "the programs {failed:?} failed, and one session was ended"
+        );
         if fails != Fails::None {
             // The next load works.
             for program in 0..self.programs.len() {
@@ -494,6 +517,56 @@ impl<'a> Soak<'a> {
             self.settle()?;
         }
         Ok(())
+    }
+
+    /// Waits for the ends of programs that worked during an event, and takes down how long each of
+    /// them waited for its next token or its error. Returns the outcomes, with the times since the
+    /// end of the event.
+    fn outcomes(
+        &mut self,
+        event: Event,
+        mut working: Vec<usize>,
+        happened: Instant,
+    ) -> Result<Vec<(usize, Outcome, Duration)>> {
+        let mut outcomes = Vec::new();
+        // Tokens that came before the end of the event. A program that had ended waits for nothing.
+        let mut left = Vec::new();
+        for program in working.drain(..) {
+            let guest = &mut self.programs[program].guest;
+            match guest.ended()? {
+                Some(outcome @ Outcome::Tokens(_)) => {
+                    outcomes.push((program, outcome, Duration::ZERO));
+                }
+                Some(outcome) => {
+                    self.waits.add(event, Duration::ZERO);
+                    outcomes.push((program, outcome, Duration::ZERO));
+                }
+                None => left.push((program, false)),
+            }
+        }
+        // The programs work at the same time, a fork for two.
+        let work = self.life * (PROGRAMS.len() as u32 + 1);
+        let most = event.stated() + SLOW_MACHINE;
+        while let Some((program, has_gone_on)) = left.pop() {
+            let Program { name, guest, .. } = &mut self.programs[program];
+            let said = guest
+                .said()
+                .with_context(|| format!("{name} has crashed"))?;
+            let took = happened.elapsed();
+            if said.is_some() && !has_gone_on {
+                self.waits.add(event, took);
+            }
+            match said {
+                Some(Said::End(outcome)) => outcomes.push((program, outcome, took)),
+                Some(Said::Token) => left.push((program, true)),
+                None => {
+                    ensure!(took < most + work, "{name} hangs for {most:?} and {work:?}");
+                    left.insert(0, (program, has_gone_on));
+                    thread::sleep(LOOK_PERIOD);
+                }
+            }
+        }
+        Ok(outcomes)
     }
 
     /// Makes an event happen. Returns the programs that may fail.
@@ -952,13 +1025,42 @@ impl SessionOfProgram {
     }
 }
 
-/// The log of a program whose session was killed says so, and names no other loss of a session.
-fn expect_killed(log: &str) -> Result<()> {
+/// Why a program has lost sessions, by its log.
+fn lost(log: &str) -> Vec<&str> {
     let reasons = log.lines().filter_map(|line| {
         let (_, told) = line.split_once(" is lost: ")?;
         Some(told.split_once(". Its buffers")?.0)
     });
-    let reasons: Vec<&str> = reasons.collect();
+    reasons.collect()
+}
+
+/// The log of a program that failed during a drain says that it got no session. A session that it
+/// had goes on.
+fn expect_refused_by_drain(log: &str) -> Result<()> {
+    let reasons = lost(log);
+    ensure!(
+        reasons.is_empty(),
+        "the program has lost a session, although the host drains only: {reasons:?}"
+    );
+    ensure!(
+        log.contains(DRAINS),
+        "the program is not told {DRAINS:?}: {log}"
+    );
+    Ok(())
+}
+
+/// The log of a program that failed because its executor or its connection was gone says why it
+/// failed, and blames nobody who has done nothing.
+fn expect_loss_without_blame(log: &str) -> Result<()> {
+    ensure!(log.contains("ggml-vgpu: "), "the log has no reason: {log}");
+    let blamed = BLAME.iter().find(|blame| log.contains(**blame));
+    ensure!(blamed.is_none(), "the log says {blamed:?}: {log}");
+    Ok(())
+}
+
+/// The log of a program whose session was killed says so, and names no other loss of a session.
+fn expect_killed(log: &str) -> Result<()> {
+    let reasons = lost(log);
     ensure!(
         reasons == [KILLED],
         "the program is told {reasons:?} instead of {KILLED:?}"
@@ -1089,6 +1191,29 @@ mod tests {
         );
         assert_eq!(session("unix:/run/a.sock", 5.into()), (Some(5), None));
         assert_eq!(session("tcp from 127.0.0.1", Value::Null), (None, None));
+    }
+
+    #[test]
+    fn program_refused_during_a_drain_has_lost_no_session() {
+        let refused = format!(
+            "ggml-vgpu: ERROR VGPU0: no buffer of 3 MiB: the executor refuses: {DRAINS}, and \
+             serves those that it has\n"
+        );
+        expect_refused_by_drain(&refused).unwrap();
+        let lost = "ggml-vgpu: ERROR session 3 at unix:/run/vgpu.sock is lost: the host drains, \
+                    and ends the sessions that are open after 60s. Its buffers are gone\n";
+        for wrong in [lost.to_owned(), refused + lost, String::new()] {
+            expect_refused_by_drain(&wrong).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn program_that_loses_its_executor_blames_nobody() {
+        let line = |reason: &str| format!("ggml-vgpu: ERROR session 3 is lost: {reason}\n");
+        expect_loss_without_blame(&line("the peer has closed the link")).unwrap();
+        for wrong in ["", &line("the guest broke the protocol: x"), &line(KILLED)] {
+            expect_loss_without_blame(wrong).unwrap_err();
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
@@ -12,6 +13,10 @@ use xtask_common::workspace;
 use crate::ollama::stage::{LARGE, MEMORY, Needed, SMALL, Stage, TOKENS, tokens, wait};
 use crate::ollama::{Instance, Settings};
 use crate::test_run::PROMPT;
+
+/// The longest from the kill of a runner to the end of its session: less than the rest of a long
+/// prompt takes. A session whose graph goes on to its end is later.
+const AT_ONCE: Duration = Duration::from_secs(5);
 
 /// The runner of Ollama is killed while the executor computes a long prompt. The session and its
 /// memory are gone, although the graph is not done, so that the next model is placed as before.
@@ -35,16 +40,22 @@ pub(super) fn runner_killed(stage: &mut Stage<'_>) -> Result<String> {
         };
         let killed = wait("the prompt does not begin", has_begun).and_then(|()| {
             let root = fs::canonicalize(stage.scratch.path()).context("the folder")?;
-            kill_runners(&root)
+            let killed = (kill_runners(&root)?, Instant::now());
+            wait("the session of a killed runner does not end", || {
+                Ok(stage.open_sessions()? == 0)
+            })?;
+            let took = killed.1.elapsed();
+            ensure!(
+                took < AT_ONCE,
+                "the session of a killed runner ended after {took:.1?}"
+            );
+            Ok(killed.0)
         });
         let answer = answer.join().expect("it does not panic");
         ensure!(killed? == 1, "not one runner was killed");
         anyhow::Ok(answer.is_err())
     })?;
     ensure!(failed, "the answer of a killed runner was complete");
-    wait("the session of a killed runner does not end", || {
-        Ok(stage.open_sessions()? == 0)
-    })?;
     let after = stage.free_memory()?;
     ensure!(
         after >= before,

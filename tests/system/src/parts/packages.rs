@@ -274,14 +274,11 @@ fn release(dist: &Dist) -> Result<String> {
     cargo.args(["xtask", "release", "--dist"]);
     cargo.arg(dist.vgpu.parent().context("a build lies in a folder")?);
     let written = process::output(cargo.arg("--out").arg(&folder))?;
-    for (start, file) in [
-        ("vgpu-0", "/usr/bin/vgpu"),
-        ("vgpu-guest-", "/usr/lib/vgpu/libggml-vgpu.so"),
-    ] {
-        let rpm = of_release(&written, start, ".rpm")?;
-        let files = process::output(Command::new("rpm").arg("-qpl").arg(rpm))?;
-        ensure!(files.lines().any(|one| one == file), "no {file} in {files}");
-    }
+    let rpms = [
+        of_release(&written, "vgpu-0", ".rpm")?,
+        of_release(&written, "vgpu-guest-", ".rpm")?,
+    ];
+    rpm_packages(&rpms)?;
     let layout = scratch.path().join("layout");
     let root = scratch.path().join("root");
     for folder in [&layout, &root] {
@@ -322,6 +319,70 @@ fn release(dist: &Dist) -> Result<String> {
     let plugin = root.join("usr/lib/vgpu/libggml-vgpu.so");
     ensure!(plugin.is_file(), "the image has no guest plugin");
     Ok(format!("{} layers", layers.len()))
+}
+
+/// The RPM packages of the host and of a guest are installed, updated and removed in a root folder
+/// with a database of its own. Their scripts are only parsed: they need a system.
+fn rpm_packages(files: &[PathBuf; 2]) -> Result<()> {
+    let scratch = Scratch::new()?;
+    let root = scratch.path();
+    let rpm = |arguments: &[&str], files: &[&Path]| {
+        let mut rpm = Command::new("rpm");
+        rpm.arg("--root").arg(root).arg("--dbpath=/var/lib/rpm");
+        process::output(rpm.args(arguments).args(files))
+    };
+    rpm(&["--initdb"], &[])?;
+    let [host, guest] = [&files[0], &files[1]].map(PathBuf::as_path);
+    let alone = rpm(&["--install", "--noscripts", "--test"], &[guest]);
+    let alone = alone
+        .err()
+        .context("a guest's package needs no other one")?;
+    ensure!(
+        format!("{alone:#}").contains("vgpu = "),
+        "the guest's package does not need the one of its version: {alone:#}"
+    );
+    // The other packages that they need are of this machine, not of the folder.
+    let config = root.join("etc/vgpu/vgpu.toml");
+    for arguments in [
+        ["--install", "--nodeps", "--noscripts", "--ignorearch"],
+        ["--upgrade", "--nodeps", "--noscripts", "--force"],
+    ] {
+        rpm(&arguments, &[host, guest])?;
+        for file in [
+            "usr/bin/vgpu",
+            "etc/vgpu/vgpu.toml",
+            "usr/share/man/man1/vgpu-serve.1.gz",
+            "usr/lib/systemd/system/vgpu.service",
+            "usr/lib/systemd/system/vgpu@.service",
+            "usr/lib/sysusers.d/vgpu.conf",
+            "usr/lib/vgpu/libggml-vgpu.so",
+            "usr/lib/udev/rules.d/60-vgpu.rules",
+        ] {
+            ensure!(root.join(file).exists(), "no {file} after {arguments:?}");
+        }
+        // An update keeps what somebody has changed.
+        fs::write(&config, "# changed\n").context("changing the configuration")?;
+    }
+    let kept = fs::read_to_string(&config).context("the configuration")?;
+    ensure!(kept == "# changed\n", "an update has replaced {kept:?}");
+    let changed = rpm(&["--verify", "--nodeps", "--noscripts", GUEST], &[])?;
+    ensure!(changed.is_empty(), "{changed}");
+    for name in [HOST, GUEST] {
+        for kind in ["%{PREIN}", "%{POSTIN}", "%{PREUN}", "%{POSTUN}"] {
+            let script = rpm(&["--query", "--queryformat", kind, name], &[])?;
+            if script != "(none)" {
+                process::output(Command::new("sh").args(["-n", "-c", &script]))?;
+            }
+        }
+    }
+    rpm(&["--erase", "--nodeps", "--noscripts", GUEST, HOST], &[])?;
+    for folder in ["usr/bin", "usr/lib/vgpu", "usr/lib/systemd/system"] {
+        let left = fs::read_dir(root.join(folder)).map_or(0, |entries| entries.count());
+        ensure!(left == 0, "{left} files are left in {folder}");
+    }
+    let left = rpm(&["--query", "--all"], &[])?;
+    ensure!(!left.contains("vgpu"), "still listed: {left}");
+    Ok(())
 }
 
 /// The file of a release by the start and the end of its name.
@@ -410,6 +471,7 @@ fn installer(packages: &Packages) -> Result<String> {
 fn works(vgpu: &Path, machine: &Machine) -> Result<()> {
     let version = process::output(Command::new(vgpu).arg("--version"))?;
     let version = version.trim().strip_prefix("vgpu ").unwrap_or_default();
+    let version = workspace::package_version(version);
     ensure!(
         version == machine.version,
         "{version}, not {}",

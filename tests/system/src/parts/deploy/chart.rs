@@ -19,10 +19,12 @@ use crate::test_run::TestRun;
 const NAMESPACE: &str = "kube-system";
 /// Labels that only Helm's objects have begin so.
 const HELM_LABELS: [&str; 2] = ["helm.sh/", "app.kubernetes.io/"];
-/// The files in `tests/helm/values`, and in `tests/helm/expected`.
-const VALUES: [&str; 3] = ["cpu", "gpu", "service-monitor"];
+/// The files in `tests/helm/values`, and in `tests/helm/expected`. [`OF_CHART`] is in the chart.
+const VALUES: [&str; 4] = ["cpu", "gpu", "service-monitor", OF_CHART];
+/// The values that the chart brings for nodes without a GPU.
+const OF_CHART: &str = "values-cpu";
 /// Values that the chart refuses, and what the error says.
-const REFUSED: [(&str, &str); 12] = [
+const REFUSED: [(&str, &str); 13] = [
     ("devicePlugin: {seats: many}", "/devicePlugin/seats"),
     ("devicePlugin: {slice: 1 GB}", "/devicePlugin/slice"),
     ("executor: {engin: cpu}", "'engin'"),
@@ -50,6 +52,10 @@ const REFUSED: [(&str, &str); 12] = [
     ),
     ("podLabels: {app: x}", "podLabels cannot have app"),
     (
+        "devicePlugin: {seats: 65}",
+        "devicePlugin.seats (65) is more than executor.maxGuests (64)",
+    ),
+    (
         "executor: {securityContext: {seccompProfile: {type: runtime}}}",
         "/executor/securityContext/seccompProfile/type",
     ),
@@ -60,7 +66,7 @@ pub(super) fn run(tests: &mut TestRun<'_>, dist: Option<&Dist>) {
     tests.check("kubernetes/chart", |tests, _| is_plain_by_default(tests));
     for name in VALUES {
         tests.check(&format!("kubernetes/chart with {name}.yaml"), |tests, _| {
-            let rendered = render(tests, Some(&file_of("values", name)))?;
+            let rendered = render(tests, Some(&values_file(name)))?;
             has_what_is_expected(tests, name, rendered.path())?;
             let validated = validate(tests, rendered.path())?;
             if let Some(dist) = dist {
@@ -108,6 +114,14 @@ fn is_plain_by_default(tests: &TestRun<'_>) -> Result<String> {
 fn file_of(folder: &str, name: &str) -> PathBuf {
     let folder = workspace::root().join("tests/helm").join(folder);
     folder.join(format!("{name}.yaml"))
+}
+
+/// A file of values.
+fn values_file(name: &str) -> PathBuf {
+    match name {
+        OF_CHART => workspace::root().join(format!("deploy/kubernetes/chart/{name}.yaml")),
+        _ => file_of("values", name),
+    }
 }
 
 /// Compares what the chart made with `tests/helm/expected`: for each file, places in it and what is
@@ -184,6 +198,34 @@ fn vgpu_takes(tests: &TestRun<'_>, dist: &Dist, folder: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// An overlay of the base for kustomize has the objects of the plain files, with another image.
+pub(super) fn kustomize(tests: &TestRun<'_>) -> Result<String> {
+    const REPOSITORY: &str = "registry.example.org/ggml-vgpu";
+    let program = packages::kustomize(tests.cache, &workspace::root().join("tests/kustomize"))?;
+    let scratch = Scratch::new()?;
+    let base = workspace::root().join("deploy/kubernetes");
+    let mut build = Command::new(program);
+    build.arg(&base).args(["ggml-vgpu", REPOSITORY, "1"]);
+    process::output(build.arg(scratch.path()))?;
+    let objects = [
+        ("executor", "vgpu"),
+        ("device-plugin", "vgpu-device-plugin"),
+    ];
+    let expected = objects.map(|(_, name)| format!("{name}.yaml"));
+    let files = names(scratch.path())?;
+    ensure!(files == expected.into(), "{files:?}");
+    for (file, name) in objects {
+        let mut plain = yaml::read(tests, &base.join(format!("{file}.yaml")))?;
+        let image = plain.pointer_mut("/spec/template/spec/containers/0/image");
+        *image.context("no image")? = format!("{REPOSITORY}:1").into();
+        let built = yaml::read(tests, &scratch.path().join(format!("{name}.yaml")))?;
+        if let Some(difference) = difference(&plain, &built, "") {
+            bail!("{file}, plain and built: {difference}");
+        }
+    }
+    Ok("kustomize".into())
 }
 
 fn remove_labels_of_helm(object: &mut Value) {
