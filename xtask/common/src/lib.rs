@@ -9,6 +9,7 @@ pub mod dist;
 pub mod elf;
 pub mod executor;
 pub mod ggml_releases;
+pub mod image;
 pub mod llama;
 pub mod machine_code;
 pub mod markdown;

@@ -5,6 +5,7 @@
 //! Node.js) comes as a wheel into the cache and touches nothing outside it.
 
 use std::ffi::OsString;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -135,8 +136,24 @@ pub fn helm(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     go_program(cache, "helm-4.3.1", "helm", folder)
 }
 
-/// Builds the Go program in `folder`, once for each `name`.
+/// The path of a program that builds an overlay with kustomize's own packages. The source is in
+/// `folder`.
+///
+/// # Errors
+/// If Go is missing and cannot be installed, or the build fails.
+pub fn kustomize(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    go_program(cache, "kustomize-0.21.2", "kustomize", folder)
+}
+
+/// Builds the Go program in `folder`, once for each `name` and source.
 fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result<PathBuf> {
+    let mut hasher = DefaultHasher::new();
+    for file in ["main.go", "go.mod"] {
+        let file = folder.join(file);
+        let text = std::fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
+        text.hash(&mut hasher);
+    }
+    let name = &format!("{name}-{:016x}", hasher.finish());
     let root = cache.folder(name, |dir| {
         let go = go(cache)?;
         let progress = Progress::new(&format!("building {name}"));

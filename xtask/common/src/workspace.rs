@@ -31,6 +31,12 @@ pub fn version() -> String {
     }
 }
 
+/// A version as packages of Debian and RPM have it: both order a tilde before the end of a version,
+/// as Semantic Versioning orders a hyphen, which they keep for other purposes.
+pub fn package_version(version: &str) -> String {
+    version.replacen('-', "~", 1)
+}
+
 /// The files that differ from those of the commit, as git lists them.
 pub fn changed_files() -> Vec<String> {
     let status = version::git(root(), &["status", "--porcelain", "--untracked-files=no"]);

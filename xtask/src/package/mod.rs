@@ -154,10 +154,12 @@ impl Release {
     fn debs_and_archive(&self) -> Result<()> {
         let progress = Progress::new("packing for Debian, and an archive");
         let (version, folder) = (&self.version, &self.folder);
+        let of_package = workspace::package_version(version);
         let host = contents::host(&self.dist, &self.generated)?;
-        deb::pack(&host, "passwd", version, folder)?;
+        deb::pack(&host, "passwd", &of_package, folder)?;
         let guest = contents::guest(&self.dist, &self.generated);
-        deb::pack(&guest, &format!("vgpu (= {version})"), version, folder)?;
+        let depends = format!("vgpu (= {of_package})");
+        deb::pack(&guest, &depends, &of_package, folder)?;
         archive(&self.dist, &self.generated.licenses, version, folder)?;
         let bill = self.tree.sbom(&self.dist, version, self.machine_code > 0)?;
         fs::write(folder.join(format!("ggml-vgpu-{version}.cdx.json")), bill)
@@ -168,11 +170,11 @@ impl Release {
 
     fn rpms(&self) -> Result<()> {
         let progress = Progress::new("packing for RPM");
-        let (version, folder) = (&self.version, &self.folder);
+        let (version, folder) = (workspace::package_version(&self.version), &self.folder);
         let host = contents::host(&self.dist, &self.generated)?;
-        rpm::pack(&host, "systemd", version, folder)?;
+        rpm::pack(&host, "systemd", &version, folder)?;
         let guest = contents::guest(&self.dist, &self.generated);
-        rpm::pack(&guest, &format!("vgpu = {version}-1"), version, folder)?;
+        rpm::pack(&guest, &format!("vgpu = {version}-1"), &version, folder)?;
         progress.done("");
         Ok(())
     }

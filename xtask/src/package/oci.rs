@@ -14,6 +14,7 @@ use super::contents::Generated;
 use super::layout::{entry, lay_out, reproducible_tar};
 use super::sbom::sha256;
 use xtask_common::dist::Dist;
+use xtask_common::image;
 use xtask_common::process;
 use xtask_common::scratch::Scratch;
 use xtask_common::version;
@@ -62,9 +63,9 @@ pub(super) fn executor(
     lay_out(
         &program,
         &[
-            entry("usr/bin/vgpu", &dist.vgpu, 0o755),
-            // For `vgpu kubernetes`, which gives it to containers.
-            entry("usr/lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
+            entry(place_of(image::PROGRAM), &dist.vgpu, 0o755),
+            // For `vgpu kubernetes` and Compose, which give it to containers.
+            entry(place_of(image::PLUGIN), &dist.plugin, 0o644),
             entry(
                 format!("{documents}/copyright"),
                 workspace::root().join("LICENSE"),
@@ -107,10 +108,10 @@ pub(super) fn executor(
         "os": "linux",
         "created": created,
         "config": {
-            "Cmd": ["vgpu", "serve", "--listen", "unix:/run/vgpu/vgpu.sock"],
+            "Cmd": ["vgpu", "serve", "--listen", format!("unix:{}", image::SOCKET)],
             "Env": [
                 "PATH=/usr/bin",
-                "VGPU_CACHE=/var/cache/vgpu",
+                format!("VGPU_CACHE={}", image::CACHE),
                 // NVIDIA's container runtime brings the driver's libraries for these.
                 "NVIDIA_VISIBLE_DEVICES=all",
                 "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
@@ -134,7 +135,7 @@ pub(super) fn executor(
     let mut descriptor = manifest.descriptor();
     descriptor["platform"] = json!({"architecture": architecture, "os": "linux"});
     // A tag has no plus sign.
-    let tag = format!("ggml-vgpu:{}", version.replace('+', "-"));
+    let tag = format!("{}:{}", image::NAME, version.replace('+', "-"));
     descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": tag});
     let index = json!({
         "schemaVersion": 2,
@@ -147,11 +148,16 @@ pub(super) fn executor(
         r#"{"imageLayoutVersion":"1.0.0"}"#,
     )
     .context("writing the layout's version")?;
-    let image = folder.join(format!("vgpu-{version}-{architecture}.oci.tar"));
+    let archive = folder.join(format!("vgpu-{version}-{architecture}.oci.tar"));
     let mut tar = reproducible_tar()?;
-    tar.arg("-cf").arg(&image).arg("-C").arg(&layout);
+    tar.arg("-cf").arg(&archive).arg("-C").arg(&layout);
     process::output(tar.args(["oci-layout", "index.json", "blobs"]))?;
     Ok(packages)
+}
+
+/// A path of the image, below its root.
+fn place_of(path: &str) -> &str {
+    path.trim_start_matches('/')
 }
 
 /// Unpacks Debian's packages for the base of an image into `root`, with the files and folders that
@@ -177,6 +183,7 @@ fn debian_base(root: &Path) -> Result<String> {
         )?);
     }
     names.sort_unstable();
+    link_merged_folders(root)?;
     for unused in UNUSED {
         let path = root.join(unused);
         if path.exists() {
@@ -195,10 +202,24 @@ fn debian_base(root: &Path) -> Result<String> {
         fs::create_dir_all(path.parent().context("a folder")?).context("creating a folder")?;
         fs::write(path, text).context("writing a file")?;
     }
-    for folder in ["tmp", "run/vgpu", "var/cache/vgpu"] {
-        fs::create_dir_all(root.join(folder)).context("creating a folder")?;
+    for folder in image::FOLDERS {
+        fs::create_dir_all(root.join(place_of(folder))).context("creating a folder")?;
     }
     Ok(names.join(", "))
+}
+
+/// Links `/lib` and `/lib64` to the folders of the same names below `/usr`, where a release has the
+/// files of the C library there (Debian 13, Ubuntu 24.04) and another package has the links.
+/// Programs name their loader `/lib64/ld-linux-x86-64.so.2`.
+fn link_merged_folders(root: &Path) -> Result<()> {
+    for name in ["lib", "lib64"] {
+        let (link, folder) = (root.join(name), root.join("usr").join(name));
+        if !link.exists() && folder.is_dir() {
+            std::os::unix::fs::symlink(Path::new("usr").join(name), &link)
+                .with_context(|| format!("linking {}", link.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// Makes a layer of a tree. Returns the digest of the uncompressed layer, and the blob.
@@ -232,4 +253,25 @@ fn place(file: &Path, media_type: &'static str, blobs: &Path) -> Result<Blob> {
         digest: format!("sha256:{hash}"),
         size,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The loader is where programs look for it, whether a release has it below `/usr` or not.
+    #[test]
+    fn the_loader_is_in_lib64_of_either_layout() {
+        const LOADER: &str = "ld-linux-x86-64.so.2";
+        for folder in ["lib64", "usr/lib64"] {
+            let root = Scratch::new().unwrap();
+            let root = root.path();
+            fs::create_dir_all(root.join(folder)).unwrap();
+            fs::write(root.join(folder).join(LOADER), "loader").unwrap();
+            link_merged_folders(root).unwrap();
+            let text = fs::read_to_string(root.join("lib64").join(LOADER)).unwrap();
+            assert_eq!(text, "loader", "{folder}");
+            assert!(!root.join("lib").exists(), "nothing to link to");
+        }
+    }
 }
