@@ -14,6 +14,9 @@ use xtask_common::workspace;
 /// The least share of its rate alone that the other guest keeps.
 const SHARE: f64 = 0.45;
 
+/// The same once the attacker has been gone for a second: all, but for what the machine varies.
+const SHARE_AFTER: f64 = 0.95;
+
 /// Options of the measurement.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
@@ -21,8 +24,8 @@ pub(crate) struct Options {
     /// of five rounds, of which the one with the median share counts
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
-    /// Only these attackers, by the names that the figures have: operators, "no graph", and
-    /// "MUL_MAT, long parts"
+    /// Only these attackers, by the names that the figures have: operators, "no graph", "requests",
+    /// "short graphs of 4" and "MUL_MAT, long parts"
     #[arg(long, value_delimiter = ';')]
     attackers: Vec<String>,
 }
@@ -73,7 +76,11 @@ fn row(line: &Value) -> Result<Row> {
     let row = rates.iter().try_fold(row, |row, (name, share)| {
         anyhow::Ok(row.figure(*name, alone * figure(share)?))
     })?;
-    let target = |name| matches!(name, "beside").then_some(SHARE);
+    let target = |name| match name {
+        "beside" => Some(SHARE),
+        "after a second" => Some(SHARE_AFTER),
+        _ => None,
+    };
     let row = { rates.iter() }.fold(row, |row, &(name, _)| {
         row.ratio(name, "alone", true, target(name))
     });
