@@ -405,6 +405,10 @@ typedef ggml_backend_buffer_t ggml_backend_buft_alloc_buffer_fn(ggml_backend_buf
     size_t size);
 typedef void ggml_backend_buffer_free_fn(ggml_backend_buffer_t buffer);
 typedef void ggml_backend_free_fn(ggml_backend_t backend);
+// Replaces what prints log lines. A text may be a part of a line.
+typedef void ggml_log_set_fn(
+    void (*callback)(enum ggml_log_level level, const char * text, void * user_data),
+    void * user_data);
 
 // Arguments of ggml_init, by value.
 struct ggml_init_params {

@@ -8,6 +8,7 @@ mod kind;
 mod list;
 mod select;
 
+use std::env;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -129,8 +130,13 @@ fn start_ggml(
     // as plans do: for an engine of host memory within `memory`, otherwise as memory of the host.
     let fallback = start(&EngineKind::Cpu, threads, None)?;
     let GgmlBackend { path, device } = backend;
-    let engine =
-        vgpu_ggml::GgmlEngine::start(path, device.as_deref(), threads.count, memory, fallback)?;
+    let options = vgpu_ggml::BackendOptions {
+        device: device.as_deref(),
+        threads: threads.count,
+        memory,
+        repacks: env::var_os("VGPU_REPACK").is_none_or(|set| set != "off"),
+    };
+    let engine = vgpu_ggml::GgmlEngine::start(path, &options, fallback)?;
     Ok(Arc::new(engine))
 }
 

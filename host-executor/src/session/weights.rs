@@ -128,6 +128,7 @@ impl Session {
     fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, SessionEnd> {
         let memory = self.buffers.get("WEIGHTS", buffer)?;
         // Also if they cannot be shared: the engine may choose a layout for weights.
+        memory.charge_copies(self.tenant.copy_account(&self.engine));
         memory.mark_weights();
         let size = memory.size();
         let refused = |reason: &str| {

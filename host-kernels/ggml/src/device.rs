@@ -13,6 +13,7 @@ use crate::library::Library;
 use crate::memory::Allocator;
 use crate::pace::Paces;
 use crate::placement::{Placement, RunCounts};
+use crate::repack::Layouts;
 
 /// The graphs in a row that a backend has to fail before the device counts as lost. Most backends
 /// end the process when the device is lost; the others fail every graph from then on.
@@ -106,6 +107,8 @@ pub(crate) struct BackendDevice {
     /// ggml's name of the device.
     pub(crate) name: String,
     pub(crate) placement: Placement,
+    /// Buffer types for weights.
+    pub(crate) layouts: Layouts,
     /// What has run, here and on the other engine.
     pub(crate) used: RunCounts,
     /// How fast the device is at least.

@@ -21,6 +21,7 @@ use crate::memory::{Allocator, allocation_size};
 use crate::pace::Paces;
 use crate::placement::{Placed, Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
+use crate::repack::Layouts;
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
 const MAX_NODE_TIME: Duration = Duration::from_secs(60);
@@ -33,6 +34,31 @@ const SPEED: Speed = Speed {
     in_order: 5e5,
 };
 
+/// How a backend is used.
+#[derive(Debug, Clone, Copy)]
+pub struct BackendOptions<'a> {
+    /// The device with this name; `None`: the first one.
+    pub device: Option<&'a str>,
+    /// Threads of a backend that computes on the CPU; 0: one per core.
+    pub threads: usize,
+    /// The most bytes of all buffers; `None`: what the device has.
+    pub memory: Option<u64>,
+    /// Whether products read copies of weights in layouts for which the backend has faster kernels,
+    /// if it has any.
+    pub repacks: bool,
+}
+
+impl Default for BackendOptions<'_> {
+    fn default() -> Self {
+        BackendOptions {
+            device: None,
+            threads: 0,
+            memory: None,
+            repacks: true,
+        }
+    }
+}
+
 /// Runs graphs on a device of a backend of ggml. Nodes that the device lacks run on `fallback`.
 pub struct GgmlEngine {
     name: String,
@@ -43,20 +69,22 @@ pub struct GgmlEngine {
 }
 
 impl GgmlEngine {
-    /// Starts the backend at `path`, on the device with the name `device`, or on the first one.
-    /// `threads` is for a backend that computes on the CPU; 0 stands for one per core.
-    /// `memory` limits the bytes of all buffers. `fallback` is an engine of the host's memory that
-    /// has every operator.
+    /// Starts the backend at `path`. `fallback` is an engine of the host's memory that has every
+    /// operator.
     ///
     /// # Errors
     /// [`LibraryError`] says why the backend cannot be used.
     pub fn start(
         path: &Path,
-        device: Option<&str>,
-        threads: usize,
-        memory: Option<u64>,
+        options: &BackendOptions<'_>,
         fallback: Arc<dyn Engine>,
     ) -> Result<GgmlEngine, LibraryError> {
+        let BackendOptions {
+            device,
+            threads,
+            memory,
+            repacks,
+        } = *options;
         // A backend is never unloaded, so its description may live as long.
         let library: &'static Library = Box::leak(Box::new(Library::load(path)?));
         let infos = library.device_infos();
@@ -114,6 +142,14 @@ impl GgmlEngine {
             library.release(),
             library.path().display()
         );
+        let layouts = match repacks && is_cpu {
+            // SAFETY: the device is one of the library's.
+            true => unsafe { Layouts::of(library, found) },
+            false => Layouts::none(library),
+        };
+        if layouts.len() > 0 {
+            info!("ggml repacks weights, which then take their memory twice");
+        }
         let total = memory.map_or(total, |memory| memory.min(total));
         let allocator = Arc::new(Allocator::new(library.functions(), buft, total));
         let speed = match is_cpu {
@@ -133,6 +169,7 @@ impl GgmlEngine {
                 failures: Failures::default(),
                 name: name.clone(),
                 placement: Placement::default(),
+                layouts,
                 used: RunCounts::default(),
                 speed,
                 paces: Paces::default(),
@@ -147,6 +184,11 @@ impl GgmlEngine {
     /// graphs so far. By the operator's name in ggml.
     pub fn placement(&self) -> BTreeMap<&'static str, Placed> {
         self.device.placement.by_operator()
+    }
+
+    /// The bytes of copies of weights in layouts of the backend.
+    pub fn repacked_bytes(&self) -> u64 {
+        self.device.layouts.bytes()
     }
 
     /// How often a run has waited for the backend so far (`ggml_backend_synchronize`).

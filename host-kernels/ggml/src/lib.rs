@@ -2,11 +2,14 @@
 //! `libggml-hip.so` or any other that is loaded at run time.
 //!
 //! - `loader`: loading a library. `ids`: the ids of ggml's enums. [`library`]: the loaded backend.
+//!   `log`: what the backend logs.
 //! - `memory`: buffers of a device.
 //! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
 //!   graph that the backend gets. `device`: a device of the backend.
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
 //!   `placement`: how many nodes went where, and how long they took.
+//! - `repack`: weights in a layout for which a backend has faster kernels. `room`: memory for
+//!   results that want more bytes than their elements have.
 //! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for.
 //! - [`GgmlEngine`]: the engine.
 //!
@@ -20,16 +23,18 @@ mod flight;
 mod ids;
 pub mod library;
 mod loader;
+mod log;
 mod memory;
 mod nodes;
 mod pace;
 mod params;
 mod placement;
 mod plan;
+mod repack;
 mod room;
 mod tensors;
 
-pub use engine::GgmlEngine;
+pub use engine::{BackendOptions, GgmlEngine};
 pub use library::{DeviceInfo, DeviceKind, Library};
 pub use loader::LibraryError;
 pub use placement::Placed;

@@ -10,6 +10,7 @@ use vgpu_ggml_abi::{ApiVersion, Function};
 
 use crate::ids::Ids;
 use crate::loader::{self, Handle, LibraryError, text};
+use crate::log;
 
 /// The functions of ggml that the engine calls. These functions hide the layout of a buffer type,
 /// which depends on the release.
@@ -152,6 +153,12 @@ impl Library {
                 backend_free: handle.function(c"ggml_backend_free")?,
             }
         };
+        // SAFETY: the type of the symbol is that of its declaration in vendor/. The callback may be
+        // called by any thread, as long as the process lives.
+        unsafe {
+            let log_set: Function<abi::ggml_log_set_fn> = handle.function(c"ggml_log_set")?;
+            log_set(Some(log::forward), std::ptr::null_mut());
+        }
         let ids = Ids::of(&handle)?;
         // SAFETY: the function takes no argument.
         if score.is_some_and(|score| unsafe { score() } == 0) {

@@ -3,15 +3,17 @@
 use std::any::Any;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use vgpu_engine::{EngineError, Memory, check_range};
+use vgpu_engine::{CopyAccount, EngineError, Memory, check_range};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{ROW_UNIT, Type};
+use vgpu_transport::lock::lock;
 
 use crate::library::Functions;
+use crate::repack::{self, Account, Copies};
 use crate::tensors;
 
 /// Bytes behind the end of a buffer. Kernels of ggml read the last row of quantised weights up to
@@ -97,6 +99,18 @@ impl Allocator {
         (self.total, self.total.saturating_sub(used))
     }
 
+    /// Reserves `bytes`. `None` if there are fewer left.
+    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
+        let more = |used: u64| { used.checked_add(bytes) }.filter(|&used| used <= self.total);
+        self.used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+            .ok()?;
+        Some(Reservation {
+            allocator: Arc::clone(self),
+            bytes,
+        })
+    }
+
     /// A zeroed buffer of `size` bytes.
     ///
     /// # Errors
@@ -118,18 +132,12 @@ impl Allocator {
                 total,
             });
         }
-        let reserve = |used: u64| used.checked_add(wanted).filter(|&used| used <= total);
-        if self
-            .used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, reserve)
-            .is_err()
-        {
+        let Some(reserved) = self.reserve(wanted) else {
             return Err(refused);
-        }
+        };
         // SAFETY: the buffer type is a constant object of the backend.
         let buffer = unsafe { (self.functions.buft_alloc_buffer)(self.buft, wanted as usize) };
         let Some(buffer) = NonNull::new(buffer) else {
-            self.used.fetch_sub(wanted, Ordering::Relaxed);
             return Err(refused);
         };
         // SAFETY: the buffer is new, and its table is that of the backend. `get_base` and `clear`
@@ -150,6 +158,9 @@ impl Allocator {
             buffer,
             size,
             is_weights: AtomicBool::new(false),
+            copies: Mutex::default(),
+            account: Account::new(),
+            reserved,
         };
         match base.is_null() {
             true => Err(EngineError::Device {
@@ -157,6 +168,18 @@ impl Allocator {
             }),
             false => Ok(memory),
         }
+    }
+}
+
+/// Bytes of the device that are given back when this is dropped.
+pub(crate) struct Reservation {
+    allocator: Arc<Allocator>,
+    bytes: u64,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.allocator.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -168,6 +191,11 @@ pub(crate) struct GgmlMemory {
     whole: Box<abi::ggml_tensor>,
     size: u64,
     is_weights: AtomicBool,
+    /// Copies of the weights in other layouts.
+    copies: Mutex<Copies>,
+    account: Account,
+    /// Given back after the buffer, as fields are dropped.
+    reserved: Reservation,
 }
 
 // SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
@@ -186,6 +214,31 @@ impl GgmlMemory {
     /// Whether the memory holds weights.
     pub(crate) fn is_weights(&self) -> bool {
         self.is_weights.load(Ordering::Relaxed)
+    }
+
+    /// The copies of the weights in other layouts.
+    pub(crate) fn copies(&self) -> MutexGuard<'_, Copies> {
+        lock(&self.copies)
+    }
+
+    /// The bytes that the memory takes.
+    pub(crate) fn allocated(&self) -> u64 {
+        self.reserved.bytes
+    }
+
+    /// Reserves and charges `cost` bytes for a copy of weights.
+    pub(crate) fn charge_copy(
+        &self,
+        cost: u64,
+    ) -> Option<(Reservation, Option<Box<dyn Any + Send + Sync>>)> {
+        repack::charge(&self.allocator, &self.account, cost)
+    }
+
+    /// The guest writes to these bytes.
+    fn written(&self, offset: u64, len: u64) {
+        if self.is_weights() {
+            self.copies().forget(&(offset..offset + len));
+        }
     }
 
     fn has(&self, other: &GgmlMemory) -> bool {
@@ -209,6 +262,7 @@ impl Memory for GgmlMemory {
         if data.is_empty() {
             return Ok(());
         }
+        self.written(offset, data.len() as u64);
         // SAFETY: the buffer exists. The range lies inside `whole` (checked above), and `data` is
         // readable. The function copies bytes, and does not interpret them.
         unsafe {
@@ -247,6 +301,7 @@ impl Memory for GgmlMemory {
         if len == 0 {
             return Ok(());
         }
+        self.written(offset, len);
         // SAFETY: the buffer exists, and the range lies inside `whole` (checked above).
         let memset = unsafe { self.buffer.as_ref() }.iface.memset_tensor;
         let end = offset + len;
@@ -306,6 +361,11 @@ impl Memory for GgmlMemory {
         self.is_weights.store(true, Ordering::Relaxed);
     }
 
+    fn charge_copies(&self, account: Arc<dyn CopyAccount>) {
+        // A second account is dropped.
+        let _ = self.account.set(account);
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -315,8 +375,6 @@ impl Drop for GgmlMemory {
     fn drop(&mut self) {
         // SAFETY: the object owns the buffer. Plans keep their memory alive, so nothing uses it.
         unsafe { (self.allocator.functions.buffer_free)(self.buffer.as_ptr()) };
-        let freed = allocation_size(self.size);
-        self.allocator.used.fetch_sub(freed, Ordering::Relaxed);
         self.allocator.has_freed.store(true, Ordering::Relaxed);
     }
 }

@@ -93,6 +93,11 @@ impl<'a> Source<'a> {
         for tensor in written {
             is_written[graph.tensors[tensor].buffer as usize] = true;
         }
+        for (memory, _) in memory.iter().zip(&is_written).filter(|(_, is)| **is) {
+            if memory.is_weights() {
+                memory.copies().forget_all();
+            }
+        }
         Source {
             graph,
             memory,
@@ -198,6 +203,13 @@ impl<'a> Source<'a> {
         })
     }
 
+    /// The memory of the first operand if it holds nothing but weights.
+    pub(crate) fn weights(&self, node: &Node) -> Option<&'a GgmlMemory> {
+        let buffer = self.graph.src(node, 0)?.buffer as usize;
+        let memory = self.memory[buffer];
+        (memory.is_weights() && !self.is_written[buffer]).then_some(memory)
+    }
+
     /// Whether the product, if the node is one, may read its rows of quantised weights in units of
     /// [`ROW_UNIT`](vgpu_transport::ir::ROW_UNIT) elements, as kernels of some backends for GPUs
     /// do. The bytes behind the last row have to be there, and finite: activations of 0 are
@@ -233,8 +245,7 @@ impl<'a> Source<'a> {
         };
         // Behind a row that is not the last of its tensor are further rows. Behind a tensor that is
         // computed may be what was there before.
-        let buffer = tensor.buffer as usize;
-        let is_weights = self.memory[buffer].is_weights() && !self.is_written[buffer];
+        let is_weights = self.weights(node).is_some();
         let is_padded = self.pads_rows && is_weights && tensor.shape.is_contiguous();
         let padding = if is_padded { ty.row_padding(ne[0]) } else { 0 };
         wanted <= byte_len(tensor) + padding

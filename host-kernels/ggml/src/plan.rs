@@ -18,6 +18,7 @@ use crate::flight::{Flight, Landing};
 use crate::memory::GgmlMemory;
 use crate::nodes::{Encoded, Present, Source};
 use crate::pace::{Growth, Known, Pace, Piece};
+use crate::repack::{Product, RepackedSource};
 use crate::room::Room;
 use crate::tensors::{Arena, Graph, numbers, view};
 
@@ -54,6 +55,8 @@ pub(crate) struct GgmlPlan {
     growth: Growth,
     /// The memory of results that want more than their places have.
     room: Room,
+    /// The nodes that read copies of weights.
+    repacked: Vec<RepackedSource>,
     /// The tensors that the graph refers to.
     arena: Arena,
 }
@@ -76,7 +79,7 @@ pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
         + MAX_TENSORS * (size_of::<Tensor>() + 128)
         + 2 * size_of::<Node>()
         + 8 * ALLOCATION_BYTES;
-    let node = 2 * size_of::<Split>() + of_device.max(planned);
+    let node = 2 * (size_of::<Split>() + size_of::<RepackedSource>()) + of_device.max(planned);
     let all = counts.tensors * (tensor + 16) + counts.nodes * node + counts.buffers * 32;
     (all + size_of::<GgmlPlan>() + 256) as u64
 }
@@ -108,7 +111,7 @@ impl GgmlPlan {
         }
         let (mut splits, mut nodes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
         let (mut places, mut estimates) = (Vec::new(), Vec::new());
-        let mut room = Room::default();
+        let (mut room, mut repacked) = (Room::default(), Vec::new());
         let of_results = fuse::uses(graph, is_cancelled);
         let mut key = device.paces.key();
         let mut end = 0;
@@ -143,6 +146,20 @@ impl GgmlPlan {
             };
             let result = match encoded {
                 Encoded::InPlace(result) => {
+                    if let Some(memory) = source.weights(node) {
+                        let free = || fallback.memory().free;
+                        let product = Product {
+                            graph,
+                            node,
+                            made: result,
+                            memory,
+                        };
+                        // SAFETY: the node and its sources are tensors of the arena, which no
+                        // backend has yet, and the plan keeps their memory alive.
+                        let source =
+                            unsafe { device.layouts.place(&device, &product, &free, is_cancelled) };
+                        repacked.extend(source?);
+                    }
                     push(result, used, estimate);
                     result
                 }
@@ -183,8 +200,21 @@ impl GgmlPlan {
             next: (0, 0),
             growth: Growth::new(),
             room,
+            repacked,
             arena,
         })
+    }
+
+    /// Products whose weights the guest has written since read the guest's bytes.
+    fn forget_old_copies(&mut self) {
+        let before = self.repacked.len();
+        // SAFETY: the nodes are tensors of the arena, which no backend has: each launch waits for
+        // what it has submitted before it returns.
+        { &mut self.repacked }.retain(|source| unsafe { source.is_present() });
+        if self.repacked.len() < before {
+            // The graphs are no longer those with these numbers.
+            self.numbered = None;
+        }
     }
 
     /// Makes the next launch begin a new run.
@@ -377,6 +407,9 @@ impl Plan for GgmlPlan {
                 message: error.to_string(),
             },
         })?;
+        if self.next == (0, 0) {
+            self.forget_old_copies();
+        }
         let outcome = self.go_on(turn);
         if outcome != Ok(RunStatus::Yielded) {
             self.rewind();
@@ -396,6 +429,7 @@ impl Plan for GgmlPlan {
         let own = self.splits.capacity() * size_of::<Split>()
             + self.buffers.capacity() * size_of::<Arc<dyn Memory>>()
             + self.measured.capacity() * size_of::<Piece>()
+            + self.repacked.capacity() * size_of::<RepackedSource>()
             + size_of_val(&*self.places)
             + size_of_val(&*self.estimates);
         let graph = self.graph.bytes() + self.arena.bytes() + self.room.host_bytes();

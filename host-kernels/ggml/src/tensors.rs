@@ -38,24 +38,31 @@ pub(crate) fn whole(
     }
 }
 
+/// A tensor with plain strides that has no place yet.
+pub(crate) fn unplaced(shape: &Shape) -> abi::ggml_tensor {
+    let Shape { ty, ne, nb } = shape.with_plain_strides();
+    abi::ggml_tensor {
+        type_: ty as c_int,
+        ne: ne.map(|n| n as i64),
+        nb: nb.map(|n| n as usize),
+        op: NONE,
+        ..empty()
+    }
+}
+
 /// A tensor as a view of the tensor `whole` of its buffer.
 ///
 /// # Safety
 /// `whole` must point to a tensor that [`whole`] has made.
 pub(crate) unsafe fn view(tensor: &Tensor, whole: *mut abi::ggml_tensor) -> abi::ggml_tensor {
-    let Shape { ty, ne, nb } = tensor.shape.with_plain_strides();
     // SAFETY: the caller guarantees that `whole` points to a tensor.
     let (buffer, base) = unsafe { ((*whole).buffer, (*whole).data) };
     abi::ggml_tensor {
-        type_: ty as c_int,
         buffer,
-        ne: ne.map(|n| n as i64),
-        nb: nb.map(|n| n as usize),
-        op: NONE,
         view_src: whole,
         view_offs: tensor.offset as usize,
         data: base.wrapping_byte_add(tensor.offset as usize),
-        ..empty()
+        ..unplaced(&tensor.shape)
     }
 }
 

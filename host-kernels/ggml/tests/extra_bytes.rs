@@ -5,74 +5,32 @@
 mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
+mod graphs;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use changed_backend::{Changes, changed_backend};
+use graphs::{PRODUCT, Place, SIZE, floats, graph, memory, put};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, EngineError, Memory, RunError, RunStatus, Turn};
-use vgpu_ggml::{GgmlEngine, Placed};
-use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{
-    BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, ValidGraph,
-    validate,
-};
-
-/// The bytes of the buffer of each graph.
-const SIZE: u64 = 64 << 10;
+use vgpu_ggml::{BackendOptions, GgmlEngine, Placed};
+use vgpu_transport::bytes::Bytes;
+use vgpu_transport::ir::{Op, Type, ValidGraph};
 
 fn start(folder: &Path, changes: &Changes<'_>, memory: Option<u64>) -> GgmlEngine {
     let path = changed_backend(&common::cached(""), folder, changes);
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    GgmlEngine::start(&path, None, 1, memory, cpu).unwrap()
-}
-
-/// The type, dimensions, buffer and first byte of a tensor.
-type Place = (Type, [u64; 4], u32, u64);
-
-/// A graph over two buffers of [`SIZE`] bytes. Node: an operator, its result and its sources.
-fn graph(engine: &dyn Engine, tensors: &[Place], nodes: &[(Op, u32, &[u32])]) -> ValidGraph {
-    let tensor = |&(ty, ne, buffer, offset): &Place| Tensor {
-        shape: Shape::contiguous(ty, ne).unwrap(),
-        buffer,
-        offset,
-    };
-    let graph = Graph {
-        buffers: vec![BufferId(1), BufferId(2)],
-        tensors: tensors.iter().map(tensor).collect(),
-        nodes: { nodes.iter() }
-            .map(|&(op, dst, src)| Node {
-                op,
-                dst,
-                src: Sources::new(src.iter().map(|&it| Some(it))),
-            })
-            .collect(),
-    };
-    validate(graph, engine.capabilities(), &Limits::default(), |_| {
-        Some(SIZE)
-    })
+    GgmlEngine::start(
+        &path,
+        &BackendOptions {
+            threads: 1,
+            memory,
+            ..BackendOptions::default()
+        },
+        cpu,
+    )
     .unwrap()
-}
-
-fn floats(memory: &dyn Memory, offset: u64, count: usize) -> Vec<f32> {
-    let mut bytes = vec![0; 4 * count];
-    memory.read(offset, BytesMut::from(&mut bytes[..])).unwrap();
-    let each = bytes.chunks_exact(4);
-    each.map(|four| f32::from_le_bytes(four.try_into().unwrap()))
-        .collect()
-}
-
-fn put(memory: &dyn Memory, offset: u64, values: &[f32]) {
-    let bytes: Vec<u8> = values
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect();
-    memory.write(offset, Bytes::from(&*bytes)).unwrap();
-}
-
-fn memory(engine: &dyn Engine) -> [Arc<dyn Memory>; 2] {
-    [0, 1].map(|_| engine.alloc(SIZE).unwrap())
 }
 
 fn run(
@@ -163,7 +121,7 @@ fn memory_for_such_results_is_announced_and_refused_like_any_other() {
 }
 
 /// Two rows of 96 elements, which are no multiple of 512, a vector and a result.
-const PRODUCT: [Place; 3] = [
+const ROWS: [Place; 3] = [
     (Type::Q8_0, [96, 2, 1, 1], 0, 0),
     (Type::F32, [96, 1, 1, 1], 1, 1024),
     (Type::F32, [2, 1, 1, 1], 1, 2048),
@@ -178,17 +136,12 @@ fn padded_rows_are_multiplied_by_the_device_and_others_elsewhere() {
         ..Changes::default()
     };
     let engine = start(folder.path(), &changes, None);
-    let product = Op::MulMat {
-        accumulator: Precision::Default,
-        activation: Precision::Default,
-        hadamard: false,
-    };
-    let unpadded = graph(&engine, &PRODUCT, &[(product, 2, &[0, 1])]);
+    let unpadded = graph(&engine, &ROWS, &[(PRODUCT, 2, &[0, 1])]);
     let padded = unpadded.clone().with_padded_rows(true);
     // The same weights in a buffer that a node writes to.
-    let mut computed = PRODUCT;
+    let mut computed = ROWS;
     computed[2].2 = 0;
-    let computed = graph(&engine, &computed, &[(product, 2, &[0, 1])]).with_padded_rows(true);
+    let computed = graph(&engine, &computed, &[(PRODUCT, 2, &[0, 1])]).with_padded_rows(true);
     let buffers = memory(&engine);
     let [weights, others] = &buffers;
     // Blocks of 32 with the scale 1.0 in F16: elements of 1 in the first row, of 2 in the second.

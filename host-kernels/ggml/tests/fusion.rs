@@ -15,7 +15,7 @@ use changed_backend::{Changes, changed_backend};
 use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Memory;
-use vgpu_ggml::GgmlEngine;
+use vgpu_ggml::{BackendOptions, GgmlEngine};
 
 /// In the first two runs each node may be a piece of its own.
 const RUNS: u64 = 5;
@@ -23,7 +23,15 @@ const RUNS: u64 = 5;
 /// What is in the buffers that graphs write to after [`RUNS`] runs.
 fn memory_after(built: &Built, backend: &Path) -> Vec<Vec<u8>> {
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    let engine = GgmlEngine::start(backend, None, 1, None, cpu).unwrap();
+    let engine = GgmlEngine::start(
+        backend,
+        &BackendOptions {
+            threads: 1,
+            ..BackendOptions::default()
+        },
+        cpu,
+    )
+    .unwrap();
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);
     for position in 0..RUNS {

@@ -10,7 +10,7 @@ use common::cached;
 use vgpu_check::{Case, Outcome};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_ggml::{GgmlEngine, Library, LibraryError, Placed};
+use vgpu_ggml::{BackendOptions, GgmlEngine, Library, LibraryError, Placed};
 
 /// The folders in the cache with builds of ggml whose CPU backend is a file: the oldest supported
 /// release, the newest, and the release that most tests run on.
@@ -71,7 +71,15 @@ fn differs_in_ties(case: &Case) -> bool {
 
 /// Compares all cases on the backend at `path`.
 fn agrees(path: &std::path::Path) {
-    let engine = GgmlEngine::start(path, None, 2, None, cpu()).unwrap();
+    let engine = GgmlEngine::start(
+        path,
+        &BackendOptions {
+            threads: 2,
+            ..BackendOptions::default()
+        },
+        cpu(),
+    )
+    .unwrap();
     let cases = vgpu_check::compare(&engine, &*cpu(), &vgpu_check::Selection::default(), |_| {});
     assert!(cases.len() > 300, "{} cases", cases.len());
     let wrong: Vec<_> = cases
@@ -164,7 +172,8 @@ fn a_backend_with_another_ggml_than_that_of_the_process_is_refused() {
 
 #[test]
 fn a_file_that_is_no_backend_is_refused() {
-    let start = |path: &str| GgmlEngine::start(path.as_ref(), None, 0, None, cpu()).err();
+    let start =
+        |path: &str| GgmlEngine::start(path.as_ref(), &BackendOptions::default(), cpu()).err();
     assert!(matches!(
         start("/nonexistent.so"),
         Some(LibraryError::Load { .. })
@@ -202,9 +211,16 @@ fn a_ggml_that_is_not_known_is_refused_with_both_versions() {
 #[test]
 fn an_unknown_device_is_refused_with_those_that_exist() {
     let path = backends().remove(0);
-    let error = GgmlEngine::start(&path, Some("CUDA7"), 0, None, cpu())
-        .err()
-        .unwrap();
+    let error = GgmlEngine::start(
+        &path,
+        &BackendOptions {
+            device: Some("CUDA7"),
+            ..BackendOptions::default()
+        },
+        cpu(),
+    )
+    .err()
+    .unwrap();
     let text = error.to_string();
     assert!(text.contains("no device `CUDA7`: it has CPU"), "{text}");
 }

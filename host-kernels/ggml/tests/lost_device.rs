@@ -12,7 +12,7 @@ use changed_backend::{Changes, changed_backend};
 use vgpu_check::Outcome;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_ggml::{GgmlEngine, LibraryError};
+use vgpu_ggml::{BackendOptions, GgmlEngine, LibraryError};
 
 #[test]
 fn every_graph_of_a_lost_device_is_an_error_and_the_engine_says_so() {
@@ -23,7 +23,15 @@ fn every_graph_of_a_lost_device_is_an_error_and_the_engine_says_so() {
     };
     let path = changed_backend(&common::cached(""), folder.path(), &changes);
     let cpu = || Arc::new(CpuEngine::new(2, None).unwrap());
-    let engine = GgmlEngine::start(&path, None, 2, None, cpu()).unwrap();
+    let engine = GgmlEngine::start(
+        &path,
+        &BackendOptions {
+            threads: 2,
+            ..BackendOptions::default()
+        },
+        cpu(),
+    )
+    .unwrap();
     assert_eq!(engine.fatal_error(), None);
     let selection = vgpu_check::Selection {
         takes: &|name| ["ADD", "SUB", "MUL "].iter().any(|op| name.starts_with(op)),
@@ -52,9 +60,16 @@ fn a_backend_that_keeps_objects_for_tensors_is_refused() {
     };
     let path = changed_backend(&common::cached(""), folder.path(), &changes);
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    let error = GgmlEngine::start(&path, None, 1, None, cpu)
-        .err()
-        .expect("OpenCL");
+    let error = GgmlEngine::start(
+        &path,
+        &BackendOptions {
+            threads: 1,
+            ..BackendOptions::default()
+        },
+        cpu,
+    )
+    .err()
+    .expect("OpenCL");
     assert!(
         matches!(error, LibraryError::TensorObjects { .. }),
         "{error}"

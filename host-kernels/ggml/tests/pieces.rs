@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use changed_backend::{Changes, changed_backend};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, Memory, Plan, RunStatus, Turn};
-use vgpu_ggml::GgmlEngine;
+use vgpu_ggml::{BackendOptions, GgmlEngine};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{
     BufferId, Graph, GraphCounts, Limits, Node, Op, Shape, Sources, Tensor, Type, ValidGraph,
@@ -38,7 +38,15 @@ fn later(node_time: u32) -> Changes<'static> {
 
 fn start(folder: &Path, changes: &Changes<'_>) -> GgmlEngine {
     let path = changed_backend(&common::cached(""), folder, changes);
-    GgmlEngine::start(&path, None, 1, None, cpu()).unwrap()
+    GgmlEngine::start(
+        &path,
+        &BackendOptions {
+            threads: 1,
+            ..BackendOptions::default()
+        },
+        cpu(),
+    )
+    .unwrap()
 }
 
 /// A plan, and the memory of its only buffer.
@@ -223,7 +231,15 @@ fn copies_of_single_nodes_are_allocated_after_compilation() {
         ..Changes::default()
     };
     let path = changed_backend(&common::cached(""), folder.path(), &changes);
-    let engine = GgmlEngine::start(&path, None, 1, None, Arc::clone(&fallback)).unwrap();
+    let engine = GgmlEngine::start(
+        &path,
+        &BackendOptions {
+            threads: 1,
+            ..BackendOptions::default()
+        },
+        Arc::clone(&fallback),
+    )
+    .unwrap();
     let used = || (1 << 30) - fallback.memory().free;
     let nodes = vec![(Op::Cumsum {}, 0, &[1][..]); NODES];
     let mut test = compile(&engine, width, &nodes);

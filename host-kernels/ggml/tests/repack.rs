@@ -1,0 +1,333 @@
+//! Copies of weights in a layout for which ggml's CPU backend has faster kernels.
+
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+mod graphs;
+
+use std::any::Any;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use graphs::{PRODUCT, Place, floats, graph, memory, put};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::{CopyAccount, Engine, EngineError, Memory, Plan, RunStatus, Turn};
+use vgpu_ggml::{BackendOptions, GgmlEngine};
+use vgpu_transport::bytes::Bytes;
+use vgpu_transport::ir::{Op, Precision, Type};
+
+/// 256 rows of 256 elements, and the same number of rows behind them.
+const COLUMNS: u64 = 256;
+const ROWS: u64 = 256;
+const BLOCK: u64 = 18;
+const WEIGHTS: u64 = ROWS * COLUMNS / 32 * BLOCK;
+
+/// Weights, a vector, and their product.
+const TENSORS: [Place; 3] = [
+    (Type::Q4_0, [COLUMNS, ROWS, 1, 1], 0, 0),
+    (Type::F32, [COLUMNS, 1, 1, 1], 1, 0),
+    (Type::F32, [ROWS, 1, 1, 1], 1, 4096),
+];
+
+fn start(memory: Option<u64>, repacks: bool) -> GgmlEngine {
+    let options = BackendOptions {
+        threads: 1,
+        memory,
+        repacks,
+        ..BackendOptions::default()
+    };
+    let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
+    GgmlEngine::start(&backend(), &options, cpu).unwrap()
+}
+
+/// ggml's CPU backend of the release that most tests run on.
+fn backend() -> PathBuf {
+    let folder = common::cached("build-llama-0.3.36");
+    let builds = std::fs::read_dir(&folder).expect("run `cargo xtask setup`");
+    let files = builds.map(|build| build.unwrap().path().join("bin/libggml-cpu.so"));
+    { files.filter(|file| file.exists()) }
+        .next()
+        .expect("run `cargo xtask setup`")
+}
+
+/// Blocks of 32 elements with the scale 1: row `n` has elements of `value(n)`, from -8 to 7.
+fn write_weights(memory: &dyn Memory, value: impl Fn(u64) -> i8) {
+    let mut bytes = Vec::new();
+    for row in 0..ROWS {
+        let nibble = (value(row) + 8).cast_unsigned();
+        for _ in 0..COLUMNS / 32 {
+            bytes.extend(0x3c00u16.to_le_bytes());
+            bytes.extend([nibble * 0x11; 16]);
+        }
+    }
+    memory.write(0, Bytes::from(&*bytes)).unwrap();
+}
+
+fn compile(engine: &dyn Engine, memory: &[Arc<dyn Memory>; 2]) -> Box<dyn Plan> {
+    let graph = graph(engine, &TENSORS, &[(PRODUCT, 2, &[0, 1])]);
+    engine.compile(&graph, memory, &|| false).unwrap()
+}
+
+/// Runs the plan with a vector of ones, and compares each product with `value` times the columns.
+fn check(plan: &mut dyn Plan, memory: &[Arc<dyn Memory>; 2], value: impl Fn(u64) -> i8) {
+    put(&*memory[1], 0, &[1.0; COLUMNS as usize]);
+    put(&*memory[1], 4096, &[f32::NAN; ROWS as usize]);
+    assert_eq!(plan.launch(&Turn::new()), Ok(RunStatus::Done));
+    let products = floats(&*memory[1], 4096, ROWS as usize);
+    for (row, product) in (0..).zip(products) {
+        let wanted = f32::from(value(row)) * COLUMNS as f32;
+        assert!(
+            (product - wanted).abs() < 2.0,
+            "row {row}: {product}, not {wanted}"
+        );
+    }
+}
+
+fn odd(row: u64) -> i8 {
+    (row * 7 % 16) as i8 - 8
+}
+
+fn even(row: u64) -> i8 {
+    (row * 5 % 16) as i8 - 8
+}
+
+fn taken(engine: &dyn Engine) -> u64 {
+    engine.memory().total - engine.memory().free
+}
+
+#[test]
+fn products_read_copies_of_weights_until_the_guest_writes_to_them() {
+    let engine = start(None, true);
+    let buffers = memory(&engine);
+    let before = taken(&engine);
+    buffers[0].mark_weights();
+    write_weights(&*buffers[0], odd);
+    let mut first = compile(&engine, &buffers);
+    let copied = engine.repacked_bytes();
+    assert!(copied > WEIGHTS, "ggml repacks no Q4_0 on this machine");
+    assert_eq!(taken(&engine) - before, copied);
+    check(&mut *first, &buffers, odd);
+    // A second plan reads the same copy.
+    let mut second = compile(&engine, &buffers);
+    assert_eq!(engine.repacked_bytes(), copied);
+    check(&mut *second, &buffers, odd);
+    // A write to bytes that are not weights of the product changes nothing.
+    buffers[0].fill(WEIGHTS, 64, 1).unwrap();
+    check(&mut *second, &buffers, odd);
+    assert_eq!(engine.repacked_bytes(), copied);
+    // Both plans see the new weights, and the copy goes with the last plan that has read it.
+    write_weights(&*buffers[0], even);
+    check(&mut *first, &buffers, even);
+    assert_eq!(engine.repacked_bytes(), copied);
+    check(&mut *second, &buffers, even);
+    assert_eq!(engine.repacked_bytes(), 0);
+    assert_eq!(taken(&engine), before);
+    // A plan that is compiled now reads a copy again.
+    let mut third = compile(&engine, &buffers);
+    assert_eq!(engine.repacked_bytes(), copied);
+    check(&mut *third, &buffers, even);
+    // The last row alone, by each of the calls that write.
+    let last = |value: i8| move |row| if row == ROWS - 1 { value } else { even(row) };
+    let row = WEIGHTS - COLUMNS / 32 * BLOCK;
+    buffers[1].fill(8192, 1024, 0).unwrap();
+    { buffers[0].copy_from(row, &*buffers[1], 8192, COLUMNS / 32 * BLOCK) }.unwrap();
+    check(&mut *third, &buffers, last(0));
+    assert_eq!(engine.repacked_bytes(), 0);
+    drop((first, second, third));
+    drop(buffers);
+    assert_eq!(taken(&engine), 0);
+}
+
+#[test]
+fn filling_ends_a_copy() {
+    let engine = start(None, true);
+    let buffers = memory(&engine);
+    buffers[0].mark_weights();
+    write_weights(&*buffers[0], odd);
+    let mut plan = compile(&engine, &buffers);
+    assert!(engine.repacked_bytes() > 0);
+    buffers[0].fill(0, WEIGHTS, 0).unwrap();
+    check(&mut *plan, &buffers, |_| 0);
+    assert_eq!(engine.repacked_bytes(), 0);
+}
+
+#[test]
+fn a_guest_that_writes_its_weights_again_and_again_gets_no_further_copies() {
+    let engine = start(None, true);
+    let buffers = memory(&engine);
+    buffers[0].mark_weights();
+    let mut copies = 0;
+    for round in 0..10 {
+        write_weights(&*buffers[0], odd);
+        let mut plan = compile(&engine, &buffers);
+        copies += u64::from(engine.repacked_bytes() > 0);
+        check(&mut *plan, &buffers, odd);
+        assert!(round > 0 || copies == 1);
+    }
+    // The memory has 64 KiB and the weights 36, so that twice the memory is three copies of them.
+    assert_eq!(copies, 3);
+}
+
+#[test]
+fn memory_that_is_no_weights_has_no_copies() {
+    let engine = start(None, true);
+    let buffers = memory(&engine);
+    write_weights(&*buffers[0], odd);
+    let mut plan = compile(&engine, &buffers);
+    check(&mut *plan, &buffers, odd);
+    assert_eq!(engine.repacked_bytes(), 0);
+    // A graph that writes to weights ends the copies of others, and those that would follow.
+    buffers[0].mark_weights();
+    let mut reads = compile(&engine, &buffers);
+    assert!(engine.repacked_bytes() > 0);
+    let row = [COLUMNS / 32 * BLOCK / 4, 1, 1, 1];
+    let tensors = [(Type::I32, row, 1, 8192), (Type::I32, row, 0, 0)];
+    let writes = graph(&engine, &tensors, &[(Op::Copy {}, 1, &[0])]);
+    let mut writes = engine.compile(&writes, &buffers, &|| false).unwrap();
+    buffers[1].fill(8192, 1024, 0).unwrap();
+    assert_eq!(writes.launch(&Turn::new()), Ok(RunStatus::Done));
+    check(
+        &mut *reads,
+        &buffers,
+        |row| if row == 0 { 0 } else { odd(row) },
+    );
+    assert_eq!(engine.repacked_bytes(), 0);
+    compile(&engine, &buffers);
+    assert_eq!(engine.repacked_bytes(), 0);
+}
+
+#[test]
+fn a_copy_takes_at_most_half_of_the_memory_that_is_left() {
+    // Room for both buffers and one and a half copies.
+    let engine = start(Some(2 * (72 << 10) + WEIGHTS * 3 / 2), true);
+    let buffers = memory(&engine);
+    buffers[0].mark_weights();
+    write_weights(&*buffers[0], odd);
+    let mut plan = compile(&engine, &buffers);
+    assert_eq!(engine.repacked_bytes(), 0);
+    check(&mut *plan, &buffers, odd);
+}
+
+#[test]
+fn repacking_can_be_turned_off() {
+    let engine = start(None, false);
+    let buffers = memory(&engine);
+    buffers[0].mark_weights();
+    write_weights(&*buffers[0], odd);
+    let mut plan = compile(&engine, &buffers);
+    assert_eq!(engine.repacked_bytes(), 0);
+    check(&mut *plan, &buffers, odd);
+}
+
+#[test]
+fn a_compilation_that_is_cancelled_copies_nothing() {
+    let engine = start(None, true);
+    let buffers = memory(&engine);
+    buffers[0].mark_weights();
+    write_weights(&*buffers[0], odd);
+    let graph = graph(&engine, &TENSORS, &[(PRODUCT, 2, &[0, 1])]);
+    // The first question comes before the first node.
+    let questions = AtomicU64::new(0);
+    let is_cancelled = || questions.fetch_add(1, Ordering::Relaxed) >= 1;
+    let plan = engine.compile(&graph, &buffers, &is_cancelled);
+    let error = plan.map(|_| ()).unwrap_err();
+    assert!(matches!(error, EngineError::Cancelled), "{error}");
+    assert_eq!(engine.repacked_bytes(), 0);
+}
+
+/// A guest that may have so many bytes of copies.
+struct Quota(Arc<AtomicU64>);
+
+/// Bytes of a [`Quota`], given back when this is dropped.
+struct Charged(Arc<AtomicU64>, u64);
+
+impl CopyAccount for Quota {
+    fn charge(
+        &self,
+        bytes: u64,
+        allocate: &mut dyn FnMut() -> Result<(), EngineError>,
+    ) -> Result<Box<dyn Any + Send + Sync>, EngineError> {
+        let free = self.0.load(Ordering::Relaxed);
+        let left = free.checked_sub(bytes).ok_or(EngineError::OutOfMemory {
+            wanted: bytes,
+            free,
+            total: 0,
+        })?;
+        self.0.store(left, Ordering::Relaxed);
+        let charged = Charged(Arc::clone(&self.0), bytes);
+        allocate()?;
+        Ok(Box::new(charged))
+    }
+}
+
+impl Drop for Charged {
+    fn drop(&mut self) {
+        self.0.fetch_add(self.1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn copies_are_charged_to_the_guest_and_products_work_without() {
+    let engine = start(None, true);
+    let quota = |bytes| {
+        let left = Arc::new(AtomicU64::new(bytes));
+        let buffers = memory(&engine);
+        buffers[0].charge_copies(Arc::new(Quota(Arc::clone(&left))));
+        buffers[0].mark_weights();
+        write_weights(&*buffers[0], odd);
+        (buffers, left)
+    };
+    let (buffers, left) = quota(1 << 20);
+    let mut plan = compile(&engine, &buffers);
+    let copied = engine.repacked_bytes();
+    assert!(copied > 0);
+    assert_eq!(left.load(Ordering::Relaxed), (1 << 20) - copied);
+    check(&mut *plan, &buffers, odd);
+    drop((plan, buffers));
+    assert_eq!(left.load(Ordering::Relaxed), 1 << 20);
+    let (buffers, left) = quota(copied - 1);
+    let mut plan = compile(&engine, &buffers);
+    assert_eq!(engine.repacked_bytes(), 0);
+    assert_eq!(left.load(Ordering::Relaxed), copied - 1);
+    check(&mut *plan, &buffers, odd);
+}
+
+/// Four experts, of which each of two tokens uses two.
+#[test]
+fn products_with_experts_read_copies() {
+    let engine = start(None, true);
+    let buffers = memory(&engine);
+    buffers[0].mark_weights();
+    write_weights(&*buffers[0], odd);
+    let tensors = [
+        (Type::Q4_0, [COLUMNS, ROWS / 4, 4, 1], 0, 0),
+        (Type::F32, [COLUMNS, 1, 2, 1], 1, 0),
+        (Type::I32, [2, 2, 1, 1], 1, 4096),
+        (Type::F32, [ROWS / 4, 2, 2, 1], 1, 8192),
+    ];
+    let product = Op::MulMatId {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+    };
+    let graph = graph(&engine, &tensors, &[(product, 3, &[0, 1, 2])]);
+    let mut plan = engine.compile(&graph, &buffers, &|| false).unwrap();
+    assert!(engine.repacked_bytes() > 0);
+    let experts = [[3u32, 0], [1, 2]];
+    let ids: Vec<u8> = { experts.iter().flatten() }
+        .flat_map(|id| id.to_le_bytes())
+        .collect();
+    buffers[1].write(4096, Bytes::from(&*ids)).unwrap();
+    put(&*buffers[1], 0, &[1.0; COLUMNS as usize]);
+    put(&*buffers[1], 1024, &[0.5; COLUMNS as usize]);
+    assert_eq!(plan.launch(&Turn::new()), Ok(RunStatus::Done));
+    let products = floats(&*buffers[1], 8192, ROWS as usize);
+    for (at, product) in (0..).zip(products) {
+        let (row, expert, token) = (at % 64, at / 64 % 2, at / 128);
+        let row = u64::from(experts[token][expert]) * 64 + row as u64;
+        let wanted = f32::from(odd(row)) * [256.0, 128.0][token];
+        assert!(
+            (product - wanted).abs() < 2.0,
+            "{at}: {product}, not {wanted}"
+        );
+    }
+}
