@@ -15,6 +15,12 @@ use vgpu_executor::engine::{EngineKind, GgmlBackend, start};
 use vgpu_transport::ir::{BufferId, Limits, Op, Precision, Shape, Type, validate};
 use vgpu_transport::wire::{GraphId, Offer, ProtocolVersion, Request};
 
+const PRODUCT: Op = Op::MulMat {
+    accumulator: Precision::Default,
+    activation: Precision::Default,
+    hadamard: false,
+};
+
 #[test]
 fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
     const MEMORY: u64 = 256 << 10;
@@ -68,11 +74,6 @@ fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {
     };
     let engine = start(&EngineKind::Ggml(backend), 1.into(), None).unwrap();
     let host = Host::new(Arc::clone(&engine));
-    let product = Op::MulMat {
-        accumulator: Precision::Default,
-        activation: Precision::Default,
-        hadamard: false,
-    };
     for (version, on_device) in [(ProtocolVersion::V3, 0), (ProtocolVersion::V4, 1)] {
         let before = engine.fallback_use().expect("a device");
         let mut guest = host.connect();
@@ -86,7 +87,7 @@ fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {
         let vector = build.place(vector, others, 0);
         let result = Shape::contiguous(Type::F32, [2, 1, 1, 1]).unwrap();
         let result = build.place(result, others, 1024);
-        build.node(product, result, &[rows, vector]);
+        build.node(PRODUCT, result, &[rows, vector]);
         guest.graph(GraphId(1), &build.0);
         guest.submit(GraphId(1));
         guest.fence();
@@ -97,4 +98,52 @@ fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {
         );
         assert_eq!(nodes, (on_device, 1 - on_device), "{version}");
     }
+}
+
+/// ggml's CPU backend multiplies faster with weights in another layout.
+#[test]
+fn copies_of_weights_in_another_layout_are_charged_to_the_guest() {
+    const SIZE: u64 = 256 * 256 / 32 * 18;
+    let folder = tempfile::tempdir().unwrap();
+    let backend = GgmlBackend {
+        path: changed_backend(&cache::cached(""), folder.path(), &Changes::default()),
+        device: None,
+    };
+    let host = Host::new(start(&EngineKind::Ggml(backend), 1.into(), None).unwrap());
+    let used = || {
+        let status = host.server.status_handle().report().status;
+        status
+            .guests
+            .iter()
+            .map(|guest| guest.usage.memory)
+            .sum::<u64>()
+    };
+    let mut guest = host.guest();
+    let weights = guest.alloc(SIZE);
+    let _ = guest.ask(&Request::Weights { buffer: weights });
+    let others = guest.alloc(4096);
+    let before = used();
+    let mut build = Build::default();
+    let rows = build.tensor(Type::Q4_0, [256, 256, 1, 1], weights);
+    let vector = Shape::contiguous(Type::F32, [256, 1, 1, 1]).unwrap();
+    let [vector, result] = [0, 1024].map(|offset| build.place(vector, others, offset));
+    build.node(PRODUCT, result, &[rows, vector]);
+    guest.graph(GraphId(1), &build.0);
+    guest.submit(GraphId(1));
+    guest.fence();
+    let copied = used() - before;
+    assert!(
+        (SIZE..SIZE + (64 << 10)).contains(&copied),
+        "{copied} bytes"
+    );
+    // The copy is the only thing that goes with a write.
+    guest.write(weights, 0, &[0; 18]);
+    guest.submit(GraphId(1));
+    guest.fence();
+    let left = used() - before;
+    assert!(left < copied - SIZE, "{left} of {copied} bytes");
+    drop(guest);
+    host.wait_until_empty();
+    let free = host.engine.memory();
+    assert_eq!(free.free, free.total);
 }

@@ -262,12 +262,14 @@ pub(crate) struct Product<'a> {
     pub(crate) memory: &'a GgmlMemory,
 }
 
-/// Whether kernels for other layouts may compute a node, which they assert: products of F32 rows,
-/// one batch of them, or with experts.
+/// Whether kernels for other layouts may compute a node: products of F32 rows, one batch of them,
+/// or with experts, which they assert, and no demand that they do not read.
 fn is_plain_product(graph: &Graph, node: &Node) -> bool {
     let is_flat = |tensor: &Tensor, dims: usize| tensor.shape.ne[dims..].iter().all(|&n| n == 1);
     let (dims, batches) = match node.op {
-        Op::MulMat { .. } => (2, 2),
+        Op::MulMat {
+            hadamard: false, ..
+        } => (2, 2),
         Op::MulMatId { .. } => (3, 3),
         _ => return false,
     };

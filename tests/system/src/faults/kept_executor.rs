@@ -39,11 +39,11 @@ impl KeptExecutor {
         environment(&mut command);
         let store = setup.serve_command(&mut command, name, arguments)?;
         let log = setup.log(&format!("{name}-vgpu-serve"));
-        let (count, pid) = executors(&log)?;
+        let (count, pid) = next_executor(&log, 0, None)?;
         Ok(KeptExecutor {
             store,
             log,
-            pid: pid.context("`vgpu fd-store` names no process")?,
+            pid,
             count,
         })
     }
@@ -70,19 +70,7 @@ impl KeptExecutor {
     /// ready in time.
     pub(super) fn replace(&mut self, signal: Signal) -> Result<()> {
         self.signal(signal)?;
-        let began = Instant::now();
-        let (count, pid) = loop {
-            let (count, pid) = executors(&self.log)?;
-            if count > self.count {
-                break (count, pid.context("`vgpu fd-store` names no process")?);
-            }
-            ensure!(
-                began.elapsed() < HANG,
-                "no executor after {HANG:?}: {}",
-                process::tail(&self.log)
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        };
+        let (count, pid) = next_executor(&self.log, self.count, Some(self.pid))?;
         let how = match signal {
             Signal::KILL => "signal: 9 (SIGKILL)",
             _ => "exit status: 0",
@@ -100,6 +88,25 @@ impl KeptExecutor {
     /// Ends both.
     pub(super) fn stop(self) -> Result<()> {
         self.store.stop()
+    }
+}
+
+/// Waits until more than `count` executors have been ready, and until the log names the process of
+/// the last one, which is not `before`. `vgpu fd-store` may name it after it is ready. Returns how
+/// many have been ready, and the process.
+fn next_executor(log: &Path, count: usize, before: Option<u32>) -> Result<(usize, u32)> {
+    let began = Instant::now();
+    loop {
+        match executors(log)? {
+            (now, Some(pid)) if now > count && Some(pid) != before => return Ok((now, pid)),
+            _ => {}
+        }
+        ensure!(
+            began.elapsed() < HANG,
+            "no executor after {HANG:?}: {}",
+            process::tail(log)
+        );
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 
