@@ -111,7 +111,7 @@ fn copies_of_weights_in_another_layout_are_charged_to_the_guest() {
     };
     let host = Host::new(start(&EngineKind::Ggml(backend), 1.into(), None).unwrap());
     let used = || {
-        let status = host.server.status_handle().report().status;
+        let status = host.server.status_handle().status();
         status
             .guests
             .iter()
