@@ -5,7 +5,6 @@ mod common;
 mod graphs;
 
 use std::any::Any;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,6 +14,9 @@ use vgpu_engine::{CopyAccount, Engine, EngineError, Memory, Plan, RunStatus, Tur
 use vgpu_ggml::{BackendOptions, GgmlEngine};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{Op, Precision, Type};
+
+/// ggml's CPU backend of the release that most tests run on.
+const BACKEND: &str = "build-llama-0.3.36/bin/libggml-cpu.so";
 
 /// 256 rows of 256 elements, and the same number of rows behind them.
 const COLUMNS: u64 = 256;
@@ -37,17 +39,8 @@ fn start(memory: Option<u64>, repacks: bool) -> GgmlEngine {
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    GgmlEngine::start(&backend(), &options, cpu).unwrap()
-}
-
-/// ggml's CPU backend of the release that most tests run on.
-fn backend() -> PathBuf {
-    let folder = common::cached("build-llama-0.3.36");
-    let builds = std::fs::read_dir(&folder).expect("run `cargo xtask setup`");
-    let files = builds.map(|build| build.unwrap().path().join("bin/libggml-cpu.so"));
-    { files.filter(|file| file.exists()) }
-        .next()
-        .expect("run `cargo xtask setup`")
+    let path = common::cached(BACKEND);
+    GgmlEngine::start(&path, &options, cpu).unwrap()
 }
 
 /// Blocks of 32 elements with the scale 1: row `n` has elements of `value(n)`, from -8 to 7.
