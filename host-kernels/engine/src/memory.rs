@@ -179,7 +179,7 @@ pub trait Memory: Send + Sync + Any {
 
     /// Charges `account` for the engine's memory that this memory takes from now on besides its
     /// size: for copies of bytes that it shares with [extents](Extent), and of weights in another
-    /// layout. Only the first account is kept. By default it is dropped: the memory makes no copies.
+    /// layout. Only the first account is kept. By default it is dropped: memory makes no copies.
     fn charge_copies(&self, account: Arc<dyn CopyAccount>) {
         drop(account);
     }
