@@ -1,5 +1,6 @@
 //! The units of systemd.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
@@ -64,6 +65,64 @@ fn units_have_an_ipc_namespace_of_their_own() {
         let text = fs::read_to_string(unit(name)).expect("a unit");
         let wanted = ("[Service]", "PrivateIPC=yes");
         assert!(settings_of(&text).contains(&wanted), "{name}");
+    }
+}
+
+/// The calls of a group of systemd, by the output of `systemd-analyze syscall-filter`.
+fn group_of(listed: &str, group: &str) -> BTreeSet<String> {
+    let lines = listed.lines().skip_while(|line| *line != group).skip(1);
+    let lines = lines.take_while(|line| line.starts_with(' '));
+    let names = lines.map(str::trim).filter(|line| !line.starts_with('#'));
+    let all = names.map(|name| match name.starts_with('@') {
+        true => group_of(listed, name),
+        false => BTreeSet::from([name.to_owned()]),
+    });
+    all.flatten().collect()
+}
+
+/// systemd kills a process that makes a system call beyond the filter of its unit. The units
+/// allow what the sandbox of the CPU engine allows.
+#[test]
+fn units_allow_the_system_calls_of_the_sandbox() {
+    let calls = concat!(env!("CARGO_MANIFEST_DIR"), "/../src/sandbox/calls.rs");
+    let calls = fs::read_to_string(calls).expect("the filters");
+    let calls = calls
+        .split_once("\nfn allowed(")
+        .expect("what is allowed")
+        .1;
+    let calls = calls.split("\n}\n").next().unwrap_or_default();
+    let made: BTreeSet<&str> = { calls.split("libc::SYS_").skip(1) }
+        .filter_map(|rest| {
+            rest.split(|c: char| c != '_' && !c.is_alphanumeric())
+                .next()
+        })
+        .collect();
+    assert!(made.contains("mincore") && made.len() > 50, "{made:?}");
+    let listed = Command::new("systemd-analyze")
+        .arg("syscall-filter")
+        .output();
+    let group = match &listed {
+        Ok(output) => group_of(&String::from_utf8_lossy(&output.stdout), "@system-service"),
+        Err(error) => {
+            println!("NOT TESTED, which calls are in no group of systemd: {error}");
+            made.iter().map(|&name| name.to_owned()).collect()
+        }
+    };
+    assert!(group.len() > 50, "{group:?}");
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let settings = settings_of(&text);
+        let allowed: BTreeSet<&str> = { settings.iter() }
+            .filter_map(|(_, line)| line.strip_prefix("SystemCallFilter="))
+            .flat_map(str::split_whitespace)
+            .collect();
+        assert!(allowed.contains("@system-service"), "{name}: {allowed:?}");
+        // In no group, whatever systemd this machine has.
+        assert!(allowed.contains("mincore"), "{name}: {allowed:?}");
+        let missing: Vec<&&str> = { made.iter() }
+            .filter(|call| !group.contains(**call) && !allowed.contains(*call))
+            .collect();
+        assert!(missing.is_empty(), "{name} does not allow {missing:?}");
     }
 }
 
