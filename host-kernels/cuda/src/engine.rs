@@ -28,10 +28,6 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunSt
 /// The pause after a failed attempt to reopen a lost device.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// The launches of a node that are counted. With the default policy, a node that may take a minute
-/// has fewer.
-const MAX_LAUNCHES: u64 = 4096;
-
 /// The number of failed attempts after which the engine reports a fatal error.
 const MAX_ATTEMPTS: u32 = 3;
 
@@ -265,13 +261,10 @@ impl Engine for CudaEngine {
         if estimate <= limit || is_of_cpu() {
             return None;
         }
+        // A division has about as many parts as are wanted.
         let wanted = parts(graph, node, self.policy.longest_launch);
-        let counted = wanted.min(MAX_LAUNCHES);
-        let count = fuse::division(graph, node, counted);
-        // A node that has so many parts can be divided into more. A division has about as many
-        // parts as are wanted.
-        let is_limited = counted == wanted || count < counted / 2;
-        is_limited.then_some(Launches { count, limit })
+        let count = fuse::most_parts(graph, node).min(wanted);
+        Some(Launches { count, limit })
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {

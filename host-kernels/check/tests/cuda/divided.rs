@@ -5,8 +5,11 @@ use std::time::Duration;
 
 use vgpu_check::model::{Model, StepShape, TINY, TINY_EXPERTS};
 use vgpu_cuda::LaunchPolicy;
+use vgpu_engine::work::{self, TooMuchWork};
 use vgpu_engine::{Engine, EngineError, RunStatus, Turn};
-use vgpu_transport::ir::{Limits, validate};
+use vgpu_transport::ir::{
+    BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
+};
 
 use crate::engine_with;
 use crate::spy::{Spy, launched};
@@ -122,4 +125,77 @@ fn a_graph_of_too_many_parts_is_refused() {
     };
     let limit = 2 * built.graph.nodes.len() + 128;
     assert!(why.contains(&format!("more than {limit} in all")), "{why}");
+}
+
+/// A graph of one node, whose operands lie in buffers of their own.
+fn single(op: Op, dst: [u64; 4], src: &[[u64; 4]]) -> Graph {
+    let all = src.iter().copied().chain([dst]).enumerate();
+    Graph {
+        buffers: (0..=src.len() as u64).map(BufferId).collect(),
+        tensors: all
+            .map(|(i, ne)| Tensor {
+                shape: Shape::contiguous(Type::F32, ne).expect("a small shape"),
+                buffer: i as u32,
+                offset: 0,
+            })
+            .collect(),
+        nodes: vec![Node {
+            op,
+            dst: src.len() as u32,
+            src: Sources::new((0..src.len() as u32).map(Some)),
+        }],
+    }
+}
+
+/// Nodes of thousands of parts, which the limits of a configuration may admit.
+#[test]
+fn a_node_of_too_few_rows_for_its_parts_is_refused_with_its_numbers() {
+    let device = Arc::new(Spy::running());
+    let policy = LaunchPolicy {
+        longest_whole: Duration::from_nanos(2),
+        ..policy(Duration::from_nanos(1))
+    };
+    let engine = engine_with(&device, policy);
+    let check = |graph: &Graph| {
+        let speed = |node: &Node| engine.speed_of(graph, node);
+        let launches = |node: &Node, estimate| engine.launches_of(graph, node, estimate);
+        work::check_nodes(graph, 0..1, speed, launches, Duration::MAX)
+    };
+    let softmax = |rows| {
+        let op = Op::SoftMax {
+            scale: 1.0,
+            max_bias: 0.0,
+        };
+        single(op, [1 << 12, rows, 1, 1], &[[1 << 12, rows, 1, 1]])
+    };
+    // A row takes more than 2 ns by estimate, and parts of several rows cannot be shorter.
+    let refused = |graph: &Graph, rows| match check(graph) {
+        Err(TooMuchWork::Launch {
+            launches, estimate, ..
+        }) => {
+            assert_eq!(launches, rows);
+            assert!(estimate > Duration::from_nanos(2 * rows));
+        }
+        other => panic!("{rows} rows: {other:?}"),
+    };
+    for rows in [3, 2047, 2048, 3000, 4096, 5000] {
+        refused(&softmax(rows), rows);
+    }
+    // A share of a triangle has at least the terms of the longest row: half as many as rows.
+    let triangle = |n| {
+        single(
+            Op::SolveTri {},
+            [512, n, 1, 1],
+            &[[n, n, 1, 1], [512, n, 1, 1]],
+        )
+    };
+    refused(&triangle(9000), 4500);
+    // An element takes a fraction of a nanosecond: as many parts as are wanted.
+    let scale = Op::Scale {
+        scale: 1.0,
+        bias: 0.0,
+    };
+    let many = single(scale, [1, 1 << 20, 1, 1], &[[1, 1 << 20, 1, 1]]);
+    let found = check(&many).expect("short launches").expect("a node");
+    assert!(found.estimate > Duration::from_nanos(2 * 4096));
 }

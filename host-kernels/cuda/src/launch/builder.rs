@@ -102,7 +102,24 @@ impl Builder<'_> {
 
     /// The share of `0..n` that the launches compute. Empty: there is nothing to launch.
     pub(crate) fn share_of(&self, n: i64) -> Range<i64> {
-        let share = self.share.range(n as u64);
+        self.checked(self.share.range(n as u64))
+    }
+
+    /// The share of rows `0..n` that the launches compute, of which each is a sum over those before
+    /// it.
+    pub(crate) fn share_of_sums(&self, n: i64) -> Range<i64> {
+        self.checked(self.share.range_of_sums(n as u64))
+    }
+
+    /// A share that is not empty: a node has at most as many shares as it has something for
+    /// ([`most_parts`](vgpu_engine::fuse::most_parts)).
+    fn checked(&self, share: Range<u64>) -> Range<i64> {
+        debug_assert!(
+            !share.is_empty() || self.share.of == 1,
+            "node {} has nothing for {:?}",
+            self.index,
+            self.share
+        );
         share.start as i64..share.end as i64
     }
 

@@ -113,11 +113,15 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             for_rows_of_states(b, "vg_delta_net", rows, params.tokens, &params)
         }
         Op::SolveTri {} => {
+            let rows = b.share_of_sums(dst.ne[1]);
             let params = VgSolveTriParams {
                 dst,
                 a: b.src(0),
                 b: b.src(1),
-                rows: share(b, dst.ne[1]),
+                rows: VgRange {
+                    begin: rows.start,
+                    end: rows.end,
+                },
             };
             if params.rows.is_left_out(b) {
                 return Some(Ok(()));
@@ -129,7 +133,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
-/// The share of `n` tokens of each sequence, or of `n` rows, that the launches compute.
+/// The share of `n` tokens of each sequence that the launches compute.
 fn share(b: &Builder<'_>, n: i64) -> VgRange {
     let share = b.share_of(n);
     VgRange {

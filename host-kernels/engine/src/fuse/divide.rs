@@ -49,6 +49,23 @@ impl Share {
         let until = |at: u64| (u128::from(n) * u128::from(at) / u128::from(self.of.max(1))) as u64;
         until(self.at)..until(self.at + 1)
     }
+
+    /// The share of rows `0..n` of which each is a sum over those before it: about the same number
+    /// of terms in each share, and so fewer rows in a later one. Some ranges are empty if there are
+    /// more shares than half of the rows.
+    pub fn range_of_sums(self, n: u64) -> Range<u64> {
+        let of = self.of.max(1);
+        let until = |at: u64| {
+            if at >= of {
+                return n;
+            }
+            let (n, at) = (u128::from(n), u128::from(at));
+            let rows = (n * n).saturating_mul(at) / u128::from(of);
+            // Not above `n`.
+            rows.isqrt().min(n) as u64
+        };
+        until(self.at)..until(self.at + 1)
+    }
 }
 
 /// A tensor of the graph, or a range of one of its dimensions.
@@ -85,23 +102,27 @@ impl Slice {
     }
 }
 
-/// Divides a node of a validated graph into about `count` parts, in the order of their results. One
-/// part if the operator, or its operands, cannot be divided.
-pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
+/// The node as one part.
+fn whole(graph: &Graph, node: &Node) -> Part {
     let slice = |of: u32| Slice {
         of,
         tensor: graph.tensors[of as usize],
         is_whole: true,
     };
-    let whole = Part {
+    Part {
         op: node.op,
         dst: slice(node.dst),
         src: { node.src.as_slice().iter() }
             .map(|src| src.map(slice))
             .collect(),
         share: Share::WHOLE,
-    };
-    let mut parts = vec![whole];
+    }
+}
+
+/// Divides a node of a validated graph into about `count` parts, in the order of their results. One
+/// part if the operator, or its operands, cannot be divided.
+pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
+    let mut parts = vec![whole(graph, node)];
     let mut left = count;
     while left > 1 {
         let divided: Option<Vec<Vec<Part>>> = parts.iter().map(|part| divide(part, left)).collect();
@@ -110,10 +131,11 @@ pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
         parts = divided.into_iter().flatten().collect();
         left = left.div_ceil(each.max(1));
     }
-    if left > 1 && has_shares(&node.op) {
+    if left > 1 {
         let shares = |part: Part| {
-            (0..left).map(move |at| Part {
-                share: Share { at, of: left },
+            let of = left.min(most_shares(&part));
+            (0..of).map(move |at| Part {
+                share: Share { at, of },
                 src: part.src.clone(),
                 ..part
             })
@@ -124,38 +146,55 @@ pub(super) fn parts(graph: &Graph, node: &Node, count: u64) -> Vec<Part> {
 }
 
 /// Into how many parts [`Arrangement::divide`](super::Arrangement::divide) divides a node of a
-/// validated graph that is to have `count` of them: 1 if it stays whole.
-pub fn division(graph: &Graph, node: &Node, count: u64) -> u64 {
-    parts(graph, node, count).len() as u64
+/// validated graph at most: 1 if it stays whole. A division that wants more parts has so many. One
+/// that wants fewer has at least half as many as it wants.
+pub fn most_parts(graph: &Graph, node: &Node) -> u64 {
+    let mut part = whole(graph, node);
+    let mut all: u64 = 1;
+    while let Some((cut, first)) = cut(&part, u64::MAX) {
+        all = all.saturating_mul(cut.rows);
+        part = first;
+    }
+    all.saturating_mul(most_shares(&part))
 }
 
-/// Whether the kernels divide the operator where ranges of its tensors cannot.
-fn has_shares(op: &Op) -> bool {
-    match op {
-        // Results and states lie in one tensor. A part goes on from the state of the one before.
-        Op::SsmScan { .. }
-        | Op::RwkvWkv6 {}
-        | Op::RwkvWkv7 {}
-        | Op::GatedLinearAttn { .. }
-        | Op::GatedDeltaNet { .. } => true,
-        // A row needs the rows before it.
-        Op::SolveTri {} => true,
+/// The most shares of a part of which none is empty, where the kernels divide what ranges of its
+/// tensors cannot: 1 if they do not.
+fn most_shares(part: &Part) -> u64 {
+    let dst = part.dst.tensor.shape.ne;
+    let ne = |i: usize| match part.src.get(i) {
+        Some(Some(src)) => src.tensor.shape.ne,
+        _ => [1; 4],
+    };
+    let longest = |dims: Range<usize>| dst[dims].iter().copied().max().unwrap_or(1);
+    let shares = match part.op {
+        // Results and states lie in one tensor. A part goes on from the state of the one before,
+        // and has some of the tokens.
+        Op::SsmScan { .. } => ne(1)[2],
+        Op::RwkvWkv6 {} => ne(0)[2] / ne(5)[1].max(1),
+        Op::RwkvWkv7 {} => ne(0)[2] / ne(6)[1].max(1),
+        Op::GatedLinearAttn { .. } => ne(0)[2] / ne(4)[1].max(1),
+        Op::GatedDeltaNet { .. } => ne(2)[2],
+        // A row needs the rows before it: `Share::range_of_sums`.
+        Op::SolveTri {} => dst[1] / 2,
         // The padding lies at the ends of an image only.
-        Op::Conv2d { .. }
-        | Op::Conv2dDw { .. }
-        | Op::Conv3d { .. }
-        | Op::Im2col { .. }
-        | Op::Im2col3d { .. }
-        | Op::Pool1d { .. }
-        | Op::Pool2d { .. } => true,
+        Op::Pool1d { .. } => dst[0],
+        Op::Conv2d { .. } | Op::Conv2dDw { .. } | Op::Pool2d { .. } => longest(0..2),
+        Op::Conv3d { .. } => longest(0..3),
+        // The first dimension has the patches. Images lie behind the positions, in the last one.
+        Op::Im2col { is_2d: false, .. } => dst[1],
+        Op::Im2col { is_2d: true, .. } => longest(1..3),
+        Op::Im2col3d { ic, .. } if ne(1)[3] == u64::try_from(ic).unwrap_or(0) => longest(1..4),
+        Op::Im2col3d { .. } => longest(1..3),
         // An element of the image is the sum over several windows of it.
-        Op::Pool2dBack { .. } => true,
+        Op::Pool2dBack { .. } => ne(0)[0].saturating_mul(ne(0)[1]),
         // What a result reads depends on its number.
-        Op::Upscale { .. } => true,
+        Op::Upscale { .. } => dst.iter().fold(1, |all: u64, &n| all.saturating_mul(n)),
         // The number of rows is a factor.
-        Op::CrossEntropyLossBack {} => true,
-        _ => false,
-    }
+        Op::CrossEntropyLossBack {} => longest(1..4),
+        _ => 1,
+    };
+    shares.max(1)
 }
 
 /// The lengths along which a part is divided: of the results, or of what is scattered to them.
@@ -166,8 +205,29 @@ fn lengths(part: &Part) -> [u64; 4] {
     }
 }
 
+/// How a part is divided along a dimension.
+struct Cut {
+    dim: usize,
+    /// Neighbouring results that stay together.
+    together: u64,
+    /// How often the part has them.
+    rows: u64,
+    /// How many of these a part has, but for the last one.
+    len: u64,
+    /// What a part uses of each source.
+    reads: Vec<Use>,
+}
+
 /// Divides a part along the longest dimension that allows it.
 fn divide(part: &Part, count: u64) -> Option<Vec<Part>> {
+    let (cut, _) = cut(part, count)?;
+    let starts = (0..cut.rows).step_by(usize::try_from(cut.len).ok()?);
+    starts.map(|start| cut.part(part, start)).collect()
+}
+
+/// How a part is divided into about `count` along the longest dimension that allows it, and the
+/// first of these parts.
+fn cut(part: &Part, count: u64) -> Option<(Cut, Part)> {
     let ne = lengths(part);
     let mut dims: Vec<usize> = match part.op {
         // One result for each row.
@@ -177,46 +237,58 @@ fn divide(part: &Part, count: u64) -> Option<Vec<Part>> {
     dims.retain(|&dim| ne[dim] > 1);
     // The last of the longest ones: its ranges lie farthest apart.
     dims.sort_by_key(|&dim| (std::cmp::Reverse(ne[dim]), std::cmp::Reverse(dim)));
-    dims.into_iter()
-        .find_map(|dim| divide_along(part, dim, count))
+    dims.into_iter().find_map(|dim| {
+        let cut = Cut::along(part, dim, count)?;
+        let first = cut.part(part, 0)?;
+        Some((cut, first))
+    })
 }
 
-fn divide_along(part: &Part, dim: usize, count: u64) -> Option<Vec<Part>> {
-    let together = together(part, dim)?;
-    let rows = lengths(part)[dim] / together;
-    let written = match (part.op, dim) {
-        (Op::SetRows {}, 1) => Use::All,
-        _ => Use::Times(dim, together),
-    };
-    let reads: Vec<Use> = { part.src.iter().enumerate() }
-        .map(|(i, src)| match src {
-            Some(src) => read(part, dim, i, &src.tensor),
-            None => Some(Use::All),
-        })
-        .collect::<Option<_>>()?;
-    let len = match rows.div_ceil(count.min(rows)) {
-        len if len > ROWS => len.next_multiple_of(ROWS),
-        len => len,
-    };
-    let starts = (0..rows).step_by(usize::try_from(len).ok()?);
-    starts
-        .map(|start| {
-            let len = len.min(rows - start);
-            let src = part.src.iter().zip(&reads);
-            let src = src.map(|(src, read)| match (src, read) {
-                (_, Use::All) | (None, _) => Some(*src),
-                // An engine may hold weights in another layout, whose ranges are not those of ggml.
-                (Some(src), _) if src.tensor.shape.ty.is_quantized() => None,
-                (Some(src), read) => src.used(*read, start, len).map(Some),
-            });
-            Some(Part {
-                op: with_length(part, dim, len)?,
-                dst: part.dst.used(written, start, len)?,
-                src: src.collect::<Option<_>>()?,
-                share: part.share,
+impl Cut {
+    fn along(part: &Part, dim: usize, count: u64) -> Option<Cut> {
+        let together = together(part, dim)?;
+        let rows = lengths(part)[dim] / together;
+        let reads = { part.src.iter().enumerate() }
+            .map(|(i, src)| match src {
+                Some(src) => read(part, dim, i, &src.tensor),
+                None => Some(Use::All),
             })
+            .collect::<Option<_>>()?;
+        let len = match rows.div_ceil(count.min(rows)) {
+            len if len > ROWS => len.next_multiple_of(ROWS),
+            len => len,
+        };
+        Some(Cut {
+            dim,
+            together,
+            rows,
+            len,
+            reads,
         })
-        .collect()
+    }
+
+    /// The part that begins at `start`.
+    fn part(&self, part: &Part, start: u64) -> Option<Part> {
+        let dim = self.dim;
+        let len = self.len.min(self.rows - start);
+        let written = match (part.op, dim) {
+            (Op::SetRows {}, 1) => Use::All,
+            _ => Use::Times(dim, self.together),
+        };
+        let src = part.src.iter().zip(&self.reads);
+        let src = src.map(|(src, read)| match (src, read) {
+            (_, Use::All) | (None, _) => Some(*src),
+            // An engine may hold weights in another layout, whose ranges are not those of ggml.
+            (Some(src), _) if src.tensor.shape.ty.is_quantized() => None,
+            (Some(src), read) => src.used(*read, start, len).map(Some),
+        });
+        Some(Part {
+            op: with_length(part, dim, len)?,
+            dst: part.dst.used(written, start, len)?,
+            src: src.collect::<Option<_>>()?,
+            share: part.share,
+        })
+    }
 }
 
 /// How many neighbouring results in dimension `dim` belong together: those of an image, which

@@ -17,7 +17,7 @@ mod uses;
 
 pub use crate::byte_range::ByteRange;
 pub use arrangement::{Arrangement, TooManyParts};
-pub use divide::{Share, division};
+pub use divide::{Share, most_parts};
 pub use finder::FusionKind;
 pub use liveness::{reads, writes};
 pub use uses::{is_same, uses};
