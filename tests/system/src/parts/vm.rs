@@ -94,6 +94,9 @@ fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("vgpu.service with a limit of its memory", |_, _| {
         booted.limited_memory()
     });
+    tests.check("a worker of vgpu.service ended by the kernel", |_, _| {
+        booted.killed_worker()
+    });
     tests.check("a virtual machine's connection is kept", |_, _| {
         booted.fd_store()
     });

@@ -1,13 +1,40 @@
-//! A program of the guest that generates text on request: `tests/programs/retrying_guest.c`.
+//! A program of the guest that generates text on request: `tests/programs/retrying_guest.c`; and
+//! one that holds memory: `tests/programs/held_memory.c`.
 
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::guest::Guest;
+use xtask_common::cache::Cache;
+use xtask_common::{llama, process, workspace};
 
 /// The path of the program in the guest.
 pub(super) const PATH: &str = "llama/retrying_guest";
+
+/// The path of the program that holds memory.
+pub(super) const HOLDER: &str = "llama/held_memory";
+
+/// Compiles the program that holds memory into `folder`, with the libraries in `bin`.
+pub(super) fn build_holder(cache: &Cache, bin: &Path, folder: &Path) -> Result<PathBuf> {
+    let path = folder.join("held_memory");
+    let mut cc = Command::new("cc");
+    cc.args(["-Wall", "-Wextra", "-Werror", "-O1"])
+        .arg(format!(
+            "-I{}",
+            llama::source(cache)?.join("ggml/include").display()
+        ))
+        .arg(workspace::root().join("tests/programs/held_memory.c"))
+        .arg(format!("-L{}", bin.display()))
+        .args(["-lggml", "-lggml-base"])
+        .arg(format!("-Wl,-rpath,{}", bin.display()))
+        .arg("-o")
+        .arg(&path);
+    process::output(&mut cc)?;
+    Ok(path)
+}
 
 /// A pause that ends no session: longer than a guest waits for a heartbeat of its host (10 s), and
 /// shorter than a host waits for one of its guest.

@@ -9,6 +9,7 @@ use super::guest::{Guest, Machine};
 use super::image;
 use super::inside::{As, PLUGIN, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
+use super::program;
 use crate::debian::Packages;
 use xtask_common::cache::Cache;
 use xtask_common::progress::Progress;
@@ -62,6 +63,22 @@ const LIMITED: &str = "/run/systemd/system/vgpu.service.d";
 /// The limit of the service's memory in a test, which is less than the guests may have in all.
 const MEMORY_MAX: &str = "700M";
 
+/// The same in a test of a worker that the kernel ends: first what the worker may have, then less
+/// than it has been given.
+const MEMORY_BEFORE: &str = "900M";
+const MEMORY_AFTER: u64 = 192 << 20;
+
+/// The buffers of the program whose worker the kernel ends, more than [`MEMORY_AFTER`], and the
+/// bytes of each in MiB. A buffer of at most 64 MiB would be mapped by the program, and its pages
+/// would be those of the program.
+const ATTACKER: (u32, u32) = (5, 72);
+
+/// What the supervisor says of a worker that the kernel has ended.
+const KILLED: &str = "was ended by SIGKILL";
+
+/// The control group of the service.
+const GROUP: &str = "/sys/fs/cgroup/system.slice/vgpu.service";
+
 /// The shell line that removes the drop-in.
 const UNSET: &str = "rm -r /run/systemd/system/vgpu@vm1.service.d && systemctl daemon-reload";
 
@@ -80,6 +97,95 @@ pub(crate) struct Systemd {
     guest: Guest,
 }
 
+/// A running `tests/programs/held_memory.c`.
+struct Holder {
+    name: &'static str,
+}
+
+impl Holder {
+    /// Starts the program with so many buffers of so many MiB, and waits until it has them. `name`
+    /// is unique in the guest.
+    fn start(
+        guest: &mut Guest,
+        name: &'static str,
+        who: As,
+        (count, mib): (u32, u32),
+    ) -> Result<Holder> {
+        let command = format!("{PLUGIN} held_memory /llama {count} {mib}");
+        let command = match who {
+            As::Root => command,
+            As::User => format!("su -s /bin/sh user -c '{command}'"),
+        };
+        // The open pipe keeps the program running between two lines.
+        guest
+            .run(&format!(
+                "cd /tmp; rm -f {name}.*; mkfifo {name}.in; : > {name}.out; \
+                 sleep 100000 > {name}.in & echo $! > /tmp/{name}.sleep; \
+                 cd /tmp; (({command}) < {name}.in >> {name}.out 2> {name}.err; \
+                 echo ended >> {name}.out) & {}; \
+                 grep -q held /tmp/{name}.out || {{ cat /tmp/{name}.err; exit 1; }}",
+                until(&format!("[ -s /tmp/{name}.out ]"))
+            ))?
+            .good("starting a program that holds memory")?;
+        Ok(Holder { name })
+    }
+
+    /// Sends a line, and does not wait for the answer.
+    fn begin(&self, guest: &mut Guest, line: &str) -> Result<()> {
+        let name = self.name;
+        guest
+            .run(&format!(
+                ": > /tmp/{name}.out; echo {line} > /tmp/{name}.in"
+            ))?
+            .good("writing to a program that holds memory")
+            .map(drop)
+    }
+
+    /// Sends a line. The answer must be `wanted`.
+    fn tell(&self, guest: &mut Guest, line: &str, wanted: &str) -> Result<()> {
+        self.begin(guest, line)?;
+        let said = self.answer(guest)?;
+        ensure!(
+            said == wanted,
+            "{} said {said:?} to {line:?}, not {wanted:?}:\n{}",
+            self.name,
+            guest
+                .run(&format!("tail -n 20 /tmp/{}.err", self.name))?
+                .output
+        );
+        Ok(())
+    }
+
+    fn answer(&self, guest: &mut Guest) -> Result<String> {
+        let name = self.name;
+        let said = guest
+            .run(&format!(
+                "{}; cat /tmp/{name}.out",
+                until(&format!("[ -s /tmp/{name}.out ]"))
+            ))?
+            .good("waiting for a program that holds memory")?;
+        Ok(said.trim().to_owned())
+    }
+
+    /// The program says that its device is lost, or has ended.
+    fn expect_loss(&self, guest: &mut Guest) -> Result<()> {
+        let said = self.answer(guest)?;
+        ensure!(!said.contains("right"), "{} said {said:?}", self.name);
+        self.end(guest)
+    }
+
+    fn end(&self, guest: &mut Guest) -> Result<()> {
+        let name = self.name;
+        guest
+            .run(&format!(
+                "kill $(cat /tmp/{name}.sleep); {}",
+                until(&format!("grep -q ended /tmp/{name}.out"))
+            ))?
+            .good("ending a program that holds memory")
+            .map(drop)
+    }
+}
+
 /// Boots the machine.
 pub(crate) fn boot_systemd(
     cache: &Cache,
@@ -92,7 +198,9 @@ pub(crate) fn boot_systemd(
     let made = Packages::make(&prepared.dist, &folder.join("packages"))?;
     let packages = [made.host, made.guest];
     let initramfs = folder.join("initramfs-systemd");
-    let content = prepared.programs.content(&prepared.dist, &[]);
+    let holder = program::build_holder(cache, &prepared.programs.bin, folder)?;
+    let more = [(program::HOLDER, holder.as_path())];
+    let content = prepared.programs.content(&prepared.dist, &more);
     image::with_systemd(&root, &packages, &content, folder, &initramfs)?;
     progress.done("");
     let machine = Machine {
@@ -184,14 +292,7 @@ impl Systemd {
     /// have is refused, again and again, and another guest generates its text meanwhile. The
     /// supervisor can read what its workers use although `ProtectProc=` hides them.
     pub(crate) fn limited_memory(&mut self) -> Result<String> {
-        let serve = "/usr/bin/vgpu serve --isolate --guest-memory 512M --memory 1G";
-        self.guest
-            .run(&format!(
-                "mkdir -p {LIMITED} && printf '[Service]\\nExecStart=\\nExecStart={serve}\\n\
-                 MemoryMax={MEMORY_MAX}\\n' > {LIMITED}/tests.conf && systemctl daemon-reload \
-                 && systemctl restart vgpu && systemctl is-active vgpu"
-            ))?
-            .good("starting vgpu.service with a limit of its memory")?;
+        self.limit_memory(MEMORY_MAX)?;
         let way = Way {
             environment: "",
             link: "unix:/run/vgpu/vgpu.sock",
@@ -241,16 +342,162 @@ impl Systemd {
                 "{fault:?} in the journal:\n{journal}"
             );
         }
+        self.unlimit_memory()?;
+        Ok(format!(
+            "{outcome}; {} loads of another guest refused, MemoryMax={MEMORY_MAX}",
+            attacks.len()
+        ))
+    }
+
+    /// With `--isolate` and `MemoryMax=`, the kernel ends the worker of a guest that writes to
+    /// memory that it was given while there was some. Another guest's session goes on with its
+    /// memory, and so does the service.
+    pub(crate) fn killed_worker(&mut self) -> Result<String> {
+        self.limit_memory(MEMORY_BEFORE)?;
+        let main = self.property("MainPID")?;
+        let killed = self.killed_workers()?;
+        let other = Holder::start(&mut self.guest, "other", As::Root, (1, 8))?;
+        other.tell(&mut self.guest, "fill 3", "right")?;
+        let attacker = Holder::start(&mut self.guest, "attacker", As::User, ATTACKER)?;
+        self.expect_worker_scores(&main)?;
+        self.wait_for_less_than(MEMORY_AFTER / 4 * 3)?;
+        self.guest
+            .run(&format!(
+                "systemctl set-property --runtime vgpu MemoryMax={MEMORY_AFTER} \
+                 && [ \"$(cat {GROUP}/memory.max)\" = {MEMORY_AFTER} ]"
+            ))?
+            .good("setting a smaller limit of the service's memory")?;
+        attacker.begin(&mut self.guest, "fill 7")?;
+        let ended = until(&format!(
+            "[ $(journalctl --no-pager -o cat -u vgpu | grep -c '{KILLED}') -gt {killed} ]"
+        ));
+        let waited = self.guest.run(&ended)?;
+        let events = self.guest.run(&format!("cat {GROUP}/memory.events"))?;
+        ensure!(
+            waited.status == 0,
+            "no worker was ended by the kernel:\n{}\n{}",
+            events.output,
+            self.guest
+                .run("journalctl --no-pager -n 30 -u vgpu")?
+                .output
+        );
+        ensure!(
+            events
+                .output
+                .lines()
+                .any(|line| line.trim() == "oom_kill 1"),
+            "not one process was ended:\n{}",
+            events.output
+        );
+        // The kernel reports the end of a process before it has freed the memory.
+        self.wait_for_less_than(MEMORY_AFTER / 4 * 3)?;
+        other.tell(&mut self.guest, "check 3", "right")?;
+        other.tell(&mut self.guest, "fill 4", "right")?;
+        attacker.expect_loss(&mut self.guest)?;
+        self.guest
+            .run(&format!(
+                "systemctl set-property --runtime vgpu MemoryMax={MEMORY_BEFORE} \
+                 && systemctl is-active vgpu"
+            ))?
+            .good("the service goes on")?;
+        let way = Way {
+            environment: "",
+            link: "unix:/run/vgpu/vgpu.sock",
+            who: As::User,
+        };
+        let reference = self.guest.reference()?;
+        let outcome = self.guest.generation(&way, &reference)?;
+        other.tell(&mut self.guest, "check 4", "right")?;
+        let now = (self.property("MainPID")?, self.killed_workers()?);
+        ensure!(
+            now == (main.clone(), killed + 1),
+            "(main process, ended workers) were ({main}, {killed}), and are {now:?}"
+        );
+        other.end(&mut self.guest)?;
+        self.guest
+            .run("rm -r /run/systemd/system.control/vgpu.service.d")?
+            .good("removing the limit of the running service")?;
+        self.unlimit_memory()?;
+        Ok(format!(
+            "{outcome}; a worker that wrote {} MiB with MemoryMax={MEMORY_AFTER} ended alone",
+            ATTACKER.0 * ATTACKER.1
+        ))
+    }
+
+    /// Restarts the service with `--isolate` and a limit of its memory.
+    fn limit_memory(&mut self, limit: &str) -> Result<()> {
+        let serve = "/usr/bin/vgpu serve --isolate --guest-memory 512M --memory 1G";
+        self.guest
+            .run(&format!(
+                "mkdir -p {LIMITED} && printf '[Service]\\nExecStart=\\nExecStart={serve}\\n\
+                 MemoryMax={limit}\\n' > {LIMITED}/tests.conf && systemctl daemon-reload \
+                 && systemctl restart vgpu && systemctl is-active vgpu"
+            ))?
+            .good("starting vgpu.service with a limit of its memory")
+            .map(drop)
+    }
+
+    /// Restarts the service as it is shipped. It has not been restarted meanwhile.
+    fn unlimit_memory(&mut self) -> Result<()> {
         self.guest
             .run(&format!(
                 "[ \"$(systemctl show -p {RESTARTS} --value vgpu)\" = 0 ] \
                  && rm -r {LIMITED} && systemctl daemon-reload && systemctl restart vgpu"
             ))?
-            .good("the service has not been restarted")?;
-        Ok(format!(
-            "{outcome}; {} loads of another guest refused, MemoryMax={MEMORY_MAX}",
-            attacks.len()
-        ))
+            .good("the service has not been restarted")
+            .map(drop)
+    }
+
+    /// A property of the service.
+    fn property(&mut self, name: &str) -> Result<String> {
+        let said = self
+            .guest
+            .run(&format!("systemctl show -p {name} --value vgpu"))?
+            .good("systemctl show")?;
+        Ok(said.trim().to_owned())
+    }
+
+    /// How many workers the kernel has ended, by the log.
+    fn killed_workers(&mut self) -> Result<usize> {
+        let journal = self
+            .guest
+            .run("journalctl --no-pager -o cat -u vgpu")?
+            .good("reading the journal")?;
+        Ok(journal.matches(KILLED).count())
+    }
+
+    /// The kernel prefers each worker to the process `main`, the supervisor.
+    fn expect_worker_scores(&mut self, main: &str) -> Result<()> {
+        let said = self
+            .guest
+            .run(&format!(
+                "for p in $(cat {GROUP}/cgroup.procs); do echo $p $(cat /proc/$p/oom_score_adj); \
+                 done"
+            ))?
+            .good("reading what the kernel prefers")?;
+        let scores: Vec<(&str, &str)> = { said.lines() }
+            .filter_map(|line| line.trim().split_once(' '))
+            .collect();
+        let of_main = scores.iter().filter(|(pid, _)| *pid == main);
+        let is_right = of_main.clone().count() == 1
+            && of_main.clone().all(|(_, score)| *score == "0")
+            && { scores.iter() }.all(|(pid, score)| *pid == main || *score == "500")
+            && scores.len() >= 3;
+        ensure!(
+            is_right,
+            "the supervisor {main} and two workers are to have 0 and 500:\n{said}"
+        );
+        Ok(())
+    }
+
+    /// Waits until the service uses less than `bytes`.
+    fn wait_for_less_than(&mut self, bytes: u64) -> Result<()> {
+        self.guest
+            .run(&until(&format!(
+                "[ $(cat {GROUP}/memory.current) -lt {bytes} ]"
+            )))?
+            .good(&format!("the service does not get below {bytes} bytes"))
+            .map(drop)
     }
 
     /// systemd keeps the connection of a virtual machine while the executor is restarted.
