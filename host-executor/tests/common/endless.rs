@@ -36,11 +36,16 @@ pub(crate) fn engine() -> Arc<dyn Engine> {
 
 /// A host that accepts nodes of any time.
 pub(crate) fn host() -> Host {
+    host_on(engine())
+}
+
+/// The same on another engine.
+pub(crate) fn host_on(engine: Arc<dyn Engine>) -> Host {
     let limits = Limits {
         node_time: Some(Duration::MAX),
         ..Limits::default()
     };
-    Host::limited(engine(), limits, 64)
+    Host::limited(engine, limits, 64)
 }
 
 /// A matrix whose rows overlap, so that it visits its buffer as often as the limits allow.
