@@ -567,6 +567,78 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
     assert_eq!(store.stats().extents, 0);
 }
 
+/// What loads of the same model need of the device at any time: a guest needs room for each tensor
+/// until the tensor is attached, or hashed after the seal. No upload is compared with another one.
+#[test]
+fn loads_of_the_same_model_need_room_for_a_copy_each_until_they_share() {
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone()).expect("a thread");
+    // Pieces are rounded to 256 bytes.
+    let rounded = 1024;
+    let is_about = |used: u64, bytes: u64| bytes <= used && used <= bytes + rounded;
+    let empty = free(&host);
+    let used = || empty - free(&host);
+
+    // Two guests that load at once, up to their last byte.
+    let other = model(11);
+    let mut at_once = [0; 2].map(|_| {
+        let mut guest = guest(&host, 7);
+        let (buffer, _) = for_weights(&mut guest, MODEL);
+        (guest, buffer)
+    });
+    assert!(is_about(used(), 2 * MODEL), "{} at the beginning", used());
+    for (guest, buffer) in &mut at_once {
+        for (offset, part) in parts(&other) {
+            upload(guest, *buffer, offset, part);
+        }
+        let small = &other[FIRST as usize..][..SMALL as usize];
+        write(guest, *buffer, FIRST, small);
+        guest.fence();
+    }
+    assert!(is_about(used(), 2 * MODEL), "{} before the seals", used());
+    for (guest, buffer) in &mut at_once {
+        guest.send(&Request::Seal { buffer: *buffer });
+        guest.fence();
+    }
+    wait("the memory of one of them", || {
+        at_once.iter_mut().for_each(|(guest, _)| guest.fence());
+        is_about(used(), MODEL + SMALL)
+    });
+    drop(at_once);
+    host.wait_until_empty();
+
+    // One after the other: the second has room for the model until it has attached the tensors.
+    let model = model(12);
+    let (_one, _) = first(&host, &store, 7, &model);
+    assert!(is_about(used(), MODEL), "{} for one", used());
+    let mut two = guest(&host, 7);
+    let buffer = two.alloc(MODEL);
+    assert!(is_about(used(), 2 * MODEL), "{} allocated", used());
+    two.ask(&Request::Weights { buffer });
+    assert!(is_about(used(), 2 * MODEL), "{} reserved", used());
+    let [(at, large), (second, rest)] = parts(&model);
+    assert!(lookup(&mut two, buffer, at, large));
+    assert!(is_about(used(), MODEL + SMALL + SECOND), "{}", used());
+    assert!(lookup(&mut two, buffer, second, rest));
+    assert!(is_about(used(), MODEL + SMALL), "{} attached", used());
+
+    // So a third is refused where there is no room for a copy, although it would need none.
+    let mut filler = guest(&host, 8);
+    let mut size = 256 * MIB;
+    while free(&host) >= MODEL {
+        let buffer = filler.new_buffer();
+        if let Reply::Refused { .. } = filler.ask(&Request::Alloc { buffer, size }) {
+            size /= 2;
+            assert!(size > 0, "{} free", free(&host));
+        }
+    }
+    let reason = guest(&host, 7).refusal(MODEL);
+    let wanted = format!("{} wanted", shown(MODEL));
+    assert!(reason.contains(&wanted), "{reason}");
+}
+
 /// A guest whose plan writes to a tensor cannot reach the bytes of another guest with the plan,
 /// once that guest has attached the tensor.
 #[test]
