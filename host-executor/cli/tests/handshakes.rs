@@ -69,18 +69,29 @@ fn flood_unix(socket: &Path) -> Vec<OwnedFd> {
 
 /// Connections from 127.0.0.2: every second one sends the beginning of a TLS record, and no more.
 fn flood_tcp(port: u16) -> Vec<OwnedFd> {
-    (0..FLOOD)
+    flood_tcp_from(2, port, FLOOD, |i| i % 2 == 1)
+}
+
+/// So many connections from 127.0.0.`host`. Those that `sends` chooses send the beginning of a TLS
+/// record, and no more.
+fn flood_tcp_from(
+    host: u8,
+    port: u16,
+    count: usize,
+    sends: impl Fn(usize) -> bool,
+) -> Vec<OwnedFd> {
+    (0..count)
         .map(|i| {
             let kind = SocketType::STREAM;
             let flags = SocketFlags::CLOEXEC;
             let socket = rustix::net::socket_with(AddressFamily::INET, kind, flags, None);
             let socket = socket.expect("a socket");
-            let local = std::net::SocketAddr::from(([127, 0, 0, 2], 0));
+            let local = std::net::SocketAddr::from(([127, 0, 0, host], 0));
             rustix::net::bind(&socket, &local).expect("an address of the loopback interface");
             let remote = std::net::SocketAddr::from(([127, 0, 0, 1], port));
             rustix::net::connect(&socket, &remote).expect("the executor listens");
             let mut stream = TcpStream::from(socket);
-            if i % 2 == 1 {
+            if sends(i) {
                 // The executor may have closed the connection.
                 let _ = stream.write_all(&[0x16, 3, 1, 2, 0, 1]);
             }
@@ -296,6 +307,73 @@ fn complete_tls_handshakes_without_a_session_keep_out_no_other_guest_of_isolatio
 }
 
 /// Programs that complete the link's handshake and never send HELLO have no places.
+/// The processes whose parent is `pid`, each with its anonymous memory in KiB.
+fn children(pid: u32) -> Vec<(u32, u64)> {
+    let all = fs::read_dir("/proc").expect("a folder").flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter_map(|child| {
+        // A process may end meanwhile.
+        let status = fs::read_to_string(format!("/proc/{child}/status")).ok()?;
+        let number = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+            line.split_whitespace().next()?.parse::<u64>().ok()
+        };
+        let is_child = number("PPid:") == Some(pid.into());
+        // One that has ended has no memory.
+        is_child.then_some((child, number("RssAnon:")?))
+    })
+    .collect()
+}
+
+/// With `--isolate`, TLS runs in the process of a guest, so connections get processes before anyone
+/// knows who they are: few of each address, and each of little memory. Connections that have sent
+/// nothing get none.
+#[test]
+fn processes_before_tls_has_identified_anyone_are_few_and_small() {
+    /// Processes of one address.
+    const OF_ONE: usize = 4;
+    /// KiB of a process that has no session.
+    const SMALL: u64 = 8 << 10;
+    let scratch = Scratch::new("unknown-tls-isolate");
+    let keys = scratch.path().join("keys");
+    certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
+    let port = port();
+    let (endpoint, certs) = (format!("tcp:127.0.0.1:{port}"), keys.join("host"));
+    let certs = certs.display().to_string();
+    let places = ["--isolate", "--guest-memory", "2M", "--max-guests", "32"];
+    let mut arguments = vec!["--listen", &endpoint, "--certs", &certs];
+    arguments.extend(places);
+    let serve = Serve::start(&scratch.socket(), &arguments);
+    let pid = serve.child.id();
+    // Waits until there are so many, and a second more: there are never more. After five seconds
+    // of silence a process ends, and another connection gets one before it is gone.
+    let expect = |wanted: usize| {
+        let (start, mut most) = (Instant::now(), 0);
+        while most < wanted || start.elapsed() < Duration::from_secs(1) {
+            assert!(
+                start.elapsed() < TIMEOUT,
+                "{most} processes, {wanted} wanted"
+            );
+            let processes = children(pid);
+            most = most.max(processes.len());
+            assert!(most <= wanted, "{most} processes instead of {wanted}");
+            for (process, kib) in processes {
+                assert!(kib <= SMALL, "process {process} has {kib} KiB");
+            }
+        }
+    };
+    let silent = flood_tcp_from(5, port, 40, |_| false);
+    expect(0);
+    drop(silent);
+    let mut floods = vec![flood_tcp_from(2, port, 40, |_| true)];
+    expect(OF_ONE);
+    floods.extend([3, 4].map(|host| flood_tcp_from(host, port, 40, |_| true)));
+    expect(3 * OF_ONE);
+    compute(&mut serve.guest(&scratch.socket()));
+    drop(floods);
+    end(serve);
+}
+
 #[test]
 fn connections_without_hello_have_no_session() {
     let scratch = Scratch::new("no-hello");
