@@ -16,6 +16,7 @@ use super::worker_process;
 use crate::listener::HANDSHAKE_TIMEOUT;
 use crate::lock::RankedGuard;
 use crate::peer::Peer;
+use crate::policy::LinkKind;
 use crate::tenant_registry::AdmissionError;
 
 /// Rejected guests that are told why by a worker. Further guests are disconnected without a
@@ -74,12 +75,13 @@ fn wait_for_turn<'a>(
     program: &UnassignedProgram,
 ) -> Option<RankedGuard<'a, Processes>> {
     let origin = program.peer.origin();
+    let is_tcp = program.peer.link == LinkKind::Tcp;
     let is_over = || shared.stop.is_set() || program.pending.is_cancelled();
     let end = Instant::now() + WORKER_TIMEOUT;
     let mut processes = shared.processes();
     loop {
         let owed = program.pending.owed()?;
-        let has_to_wait = processes.has_to_wait(guest, &origin);
+        let has_to_wait = processes.has_to_wait(guest, &origin, is_tcp);
         if is_over() || !has_to_wait && owed.is_zero() {
             break;
         }

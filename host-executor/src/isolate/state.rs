@@ -528,7 +528,18 @@ impl Processes {
     /// Whether a program of `guest` from `origin` has to wait, because enough programs of the guest
     /// there have been given to workers and have no session yet. A worker that has had no session
     /// counts until its process has ended.
-    pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str) -> bool {
+    ///
+    /// `is_tcp`: an address does not tell who its programs are. Those without a name wait, too,
+    /// while others without a session have half of the processes that unnamed guests can have.
+    pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str, is_tcp: bool) -> bool {
+        if guest.is_none() && is_tcp {
+            let unknown = self.workers.values().filter(|worker| {
+                worker.guest.is_none() && worker.has_certificates && !worker.has_had_session
+            });
+            if unknown.count() >= (self.places(None) / 2).max(1) {
+                return true;
+            }
+        }
         // Another guest of the same origin has workers and a quota of its own.
         let own = self
             .workers

@@ -275,7 +275,10 @@ fn half_open_programs_of_a_guest_keep_out_no_other_guest_of_the_same_user() {
         programs.push(test.connect("a"));
     }
     let origin = format!("uid:{}", rustix::process::getuid().as_raw());
-    let has_to_wait = |guest| test.shared().processes().has_to_wait(Some(guest), &origin);
+    let has_to_wait = |guest| {
+        let processes = test.shared().processes();
+        processes.has_to_wait(Some(guest), &origin, false)
+    };
     eventually("further programs of the guest wait", || has_to_wait("a"));
     assert!(!has_to_wait("b"), "another guest waits, too");
     drop(programs);
