@@ -9,8 +9,8 @@ use vgpu_engine::work::Speed;
 use vgpu_ggml_abi as abi;
 use vgpu_transport::lock::lock;
 
+use crate::allocator::Allocator;
 use crate::library::Library;
-use crate::memory::Allocator;
 use crate::pace::Paces;
 use crate::placement::{Placement, RunCounts};
 use crate::repack::Layouts;

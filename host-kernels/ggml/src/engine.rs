@@ -14,10 +14,11 @@ use vgpu_engine::{Engine, EngineError, FallbackUse, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
+use crate::allocator::{Allocator, allocation_size};
 use crate::device::{Backend, BackendDevice, Failures};
 use crate::library::{DeviceInfo, Library};
 use crate::loader::LibraryError;
-use crate::memory::{Allocator, allocation_size};
+use crate::memory::GgmlMemory;
 use crate::pace::Paces;
 use crate::placement::{Placed, Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
@@ -246,7 +247,7 @@ impl Engine for GgmlEngine {
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
-        Ok(Arc::new(self.allocator.alloc(size)?))
+        Ok(Arc::new(GgmlMemory::alloc(&self.allocator, size)?))
     }
 
     fn fatal_error(&self) -> Option<String> {

@@ -3,13 +3,13 @@
 //!
 //! - `loader`: loading a library. `ids`: the ids of ggml's enums. [`library`]: the loaded backend.
 //!   `log`: what the backend logs.
-//! - `memory`: buffers of a device.
+//! - `allocator`: how much of a device's memory is taken. `memory`: buffers of a device.
 //! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
 //!   graph that the backend gets. `device`: a device of the backend.
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
 //!   `placement`: how many nodes went where, and how long they took.
-//! - `repack`: weights in a layout for which a backend has faster kernels. `room`: memory for
-//!   results that want more bytes than their elements have.
+//! - `repack`: weights in a layout for which a backend has faster kernels. `copies`: what a memory
+//!   has of them. `room`: memory for results that want more bytes than their elements have.
 //! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for.
 //! - [`GgmlEngine`]: the engine.
 //!
@@ -17,6 +17,8 @@
 //! reads or writes memory of other guests. Only trusted guests, or a process for each guest, may
 //! use this engine.
 
+mod allocator;
+mod copies;
 mod device;
 mod engine;
 mod flight;

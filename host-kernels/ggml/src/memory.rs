@@ -3,57 +3,20 @@
 use std::any::Any;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use vgpu_engine::{CopyAccount, EngineError, Memory, check_range};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{ROW_UNIT, Type};
 use vgpu_transport::lock::lock;
 
-use crate::library::Functions;
-use crate::repack::{self, Account, Copies};
+use crate::allocator::{Allocator, Reservation, allocation_size};
+use crate::copies::{Copies, PaidBytes};
 use crate::tensors;
-
-/// Bytes behind the end of a buffer. Kernels of ggml read the last row of quantised weights up to
-/// the next [`ROW_UNIT`] elements, also if the guest has not left them behind the row.
-const SLACK: u64 = 4096;
-
-const _: () = {
-    let mut at = 0;
-    while at < Type::ALL.len() {
-        let ty = Type::ALL[at];
-        assert!(ty.block_bytes() * (ROW_UNIT / ty.block_elements()) <= SLACK);
-        at += 1;
-    }
-};
 
 /// The bytes that are copied at a time between buffers, or between parts of one that overlap.
 const CHUNK: usize = 1 << 20;
-
-/// What the buffers of one device share.
-pub(crate) struct Allocator {
-    /// The library's functions, which outlive every buffer.
-    functions: &'static Functions,
-    buft: abi::ggml_backend_buffer_type_t,
-    /// The most bytes that buffers may have together.
-    total: u64,
-    used: AtomicU64,
-    /// Whether a buffer was freed since [`has_freed`](Allocator::has_freed) was called.
-    has_freed: AtomicBool,
-}
-
-// SAFETY: the buffer type is a constant object of the backend, and its functions may be called by
-// any thread.
-unsafe impl Send for Allocator {}
-// SAFETY: the buffer type is constant, and the flag is atomic.
-unsafe impl Sync for Allocator {}
-
-/// The bytes that an allocation of `size` bytes takes.
-pub(crate) fn allocation_size(size: u64) -> u64 {
-    size.saturating_add(SLACK).next_multiple_of(4096)
-}
 
 /// The whole words of 4 bytes in a range: ggml's Vulkan backend fills no others
 /// (`vkCmdFillBuffer`). Empty, and within the range, if there is none.
@@ -63,68 +26,43 @@ fn whole_words(range: Range<u64>) -> Range<u64> {
     begin..end.max(begin)
 }
 
-impl Allocator {
-    pub(crate) fn new(
-        functions: &'static Functions,
-        buft: abi::ggml_backend_buffer_type_t,
-        total: u64,
-    ) -> Allocator {
-        Allocator {
-            functions,
-            buft,
-            total,
-            used: AtomicU64::new(0),
-            has_freed: AtomicBool::new(false),
-        }
-    }
+/// A buffer of a device.
+pub(crate) struct GgmlMemory {
+    allocator: Arc<Allocator>,
+    buffer: NonNull<abi::ggml_backend_buffer>,
+    /// A tensor with all bytes, which every other tensor in this buffer is a view of.
+    whole: Box<abi::ggml_tensor>,
+    size: u64,
+    is_weights: AtomicBool,
+    /// Copies of the weights in other layouts.
+    copies: Mutex<Copies>,
+    /// Who pays for them.
+    account: OnceLock<Arc<dyn CopyAccount>>,
+    /// Given back after the buffer, as fields are dropped.
+    reserved: Reservation,
+}
 
-    /// Whether a buffer was freed since the last call.
-    pub(crate) fn has_freed(&self) -> bool {
-        self.has_freed.swap(false, Ordering::Relaxed)
-    }
+// SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
+// thread; callers order them with computations, as the contract of `Memory` says.
+unsafe impl Send for GgmlMemory {}
+// SAFETY: the contract of `Memory` orders calls that access the same bytes, unless all of them
+// read, and the functions of the table change nothing else of the buffer.
+unsafe impl Sync for GgmlMemory {}
 
-    /// The bytes that the backend wants for a tensor (`ggml_backend_buft_get_alloc_size`).
-    ///
-    /// # Safety
-    /// The tensor and those that it points to must be valid.
-    pub(crate) unsafe fn tensor_bytes(&self, tensor: *const abi::ggml_tensor) -> u64 {
-        // SAFETY: the buffer type is a constant object of the backend, and the tensor is valid: the
-        // contract of this function.
-        unsafe { (self.functions.buft_get_alloc_size)(self.buft, tensor) as u64 }
-    }
-
-    /// The capacity, and what is not allocated.
-    pub(crate) fn free(&self) -> (u64, u64) {
-        let used = self.used.load(Ordering::Relaxed);
-        (self.total, self.total.saturating_sub(used))
-    }
-
-    /// Reserves `bytes`. `None` if there are fewer left.
-    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
-        let more = |used: u64| { used.checked_add(bytes) }.filter(|&used| used <= self.total);
-        self.used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
-            .ok()?;
-        Some(Reservation {
-            allocator: Arc::clone(self),
-            bytes,
-        })
-    }
-
+impl GgmlMemory {
     /// A zeroed buffer of `size` bytes.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`].
-    pub(crate) fn alloc(self: &Arc<Self>, size: u64) -> Result<GgmlMemory, EngineError> {
+    pub(crate) fn alloc(allocator: &Arc<Allocator>, size: u64) -> Result<GgmlMemory, EngineError> {
         let wanted = allocation_size(size);
-        let (total, free) = self.free();
-        let refused = EngineError::OutOfMemory {
+        let (total, free) = allocator.free();
+        let refused = || EngineError::OutOfMemory {
             wanted: size,
             free,
             total,
         };
-        // SAFETY: the buffer type is a constant object of the backend.
-        let max = unsafe { (self.functions.buft_get_max_size)(self.buft) } as u64;
+        let max = allocator.max_buffer();
         if wanted > max {
             return Err(EngineError::OutOfMemory {
                 wanted: size,
@@ -132,14 +70,8 @@ impl Allocator {
                 total,
             });
         }
-        let Some(reserved) = self.reserve(wanted) else {
-            return Err(refused);
-        };
-        // SAFETY: the buffer type is a constant object of the backend.
-        let buffer = unsafe { (self.functions.buft_alloc_buffer)(self.buft, wanted as usize) };
-        let Some(buffer) = NonNull::new(buffer) else {
-            return Err(refused);
-        };
+        let reserved = allocator.reserve(wanted).ok_or_else(refused)?;
+        let buffer = allocator.alloc_buffer(wanted).ok_or_else(refused)?;
         // SAFETY: the buffer is new, and its table is that of the backend. `get_base` and `clear`
         // are not optional; a missing one is answered below.
         let base = unsafe {
@@ -154,12 +86,12 @@ impl Allocator {
         };
         let memory = GgmlMemory {
             whole: Box::new(tensors::whole(buffer, base, wanted)),
-            allocator: Arc::clone(self),
+            allocator: Arc::clone(allocator),
             buffer,
             size,
             is_weights: AtomicBool::new(false),
             copies: Mutex::default(),
-            account: Account::new(),
+            account: OnceLock::new(),
             reserved,
         };
         match base.is_null() {
@@ -169,43 +101,7 @@ impl Allocator {
             false => Ok(memory),
         }
     }
-}
 
-/// Bytes of the device that are given back when this is dropped.
-pub(crate) struct Reservation {
-    allocator: Arc<Allocator>,
-    bytes: u64,
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        self.allocator.used.fetch_sub(self.bytes, Ordering::Relaxed);
-    }
-}
-
-/// A buffer of a device.
-pub(crate) struct GgmlMemory {
-    allocator: Arc<Allocator>,
-    buffer: NonNull<abi::ggml_backend_buffer>,
-    /// A tensor with all bytes, which every other tensor in this buffer is a view of.
-    whole: Box<abi::ggml_tensor>,
-    size: u64,
-    is_weights: AtomicBool,
-    /// Copies of the weights in other layouts.
-    copies: Mutex<Copies>,
-    account: Account,
-    /// Given back after the buffer, as fields are dropped.
-    reserved: Reservation,
-}
-
-// SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
-// thread; callers order them with computations, as the contract of `Memory` says.
-unsafe impl Send for GgmlMemory {}
-// SAFETY: the contract of `Memory` orders calls that access the same bytes, unless all of them
-// read, and the functions of the table change nothing else of the buffer.
-unsafe impl Sync for GgmlMemory {}
-
-impl GgmlMemory {
     /// The tensor with all bytes of the buffer, valid as long as the memory.
     pub(crate) fn whole(&self) -> *mut abi::ggml_tensor {
         ptr::from_ref(&*self.whole).cast_mut()
@@ -223,15 +119,32 @@ impl GgmlMemory {
 
     /// The bytes that the memory takes.
     pub(crate) fn allocated(&self) -> u64 {
-        self.reserved.bytes
+        self.reserved.bytes()
     }
 
-    /// Reserves and charges `cost` bytes for a copy of weights.
-    pub(crate) fn charge_copy(
-        &self,
-        cost: u64,
-    ) -> Option<(Reservation, Option<Box<dyn Any + Send + Sync>>)> {
-        repack::charge(&self.allocator, &self.account, cost)
+    /// Reserves `cost` bytes of the engine for a copy of weights, and charges the guest. `None` if
+    /// the engine has less than twice as much left, or the guest's quota less than that.
+    pub(crate) fn charge_copy(&self, cost: u64) -> Option<PaidBytes> {
+        let mut reserved = None;
+        let mut reserve = || {
+            let (total, free) = self.allocator.free();
+            reserved = (free / 2 >= cost)
+                .then(|| self.allocator.reserve(cost))
+                .flatten();
+            match reserved {
+                Some(_) => Ok(()),
+                None => Err(EngineError::OutOfMemory {
+                    wanted: cost,
+                    free,
+                    total,
+                }),
+            }
+        };
+        let charge = match self.account.get() {
+            Some(account) => Some(account.charge(cost, &mut reserve).ok()?),
+            None => reserve().map(|()| None).ok()?,
+        };
+        Some(PaidBytes::new(reserved?, charge))
     }
 
     /// The guest writes to these bytes.
@@ -374,8 +287,7 @@ impl Memory for GgmlMemory {
 impl Drop for GgmlMemory {
     fn drop(&mut self) {
         // SAFETY: the object owns the buffer. Plans keep their memory alive, so nothing uses it.
-        unsafe { (self.allocator.functions.buffer_free)(self.buffer.as_ptr()) };
-        self.allocator.has_freed.store(true, Ordering::Relaxed);
+        unsafe { self.allocator.free_buffer(self.buffer) };
     }
 }
 

@@ -148,6 +148,8 @@ impl GgmlPlan {
                 Encoded::InPlace(result) => {
                     if let Some(memory) = source.weights(node) {
                         let free = || fallback.memory().free;
+                        // SAFETY: as below.
+                        let supports = |node| unsafe { device.supports(node) };
                         let product = Product {
                             graph,
                             node,
@@ -156,8 +158,11 @@ impl GgmlPlan {
                         };
                         // SAFETY: the node and its sources are tensors of the arena, which no
                         // backend has yet, and the plan keeps their memory alive.
-                        let source =
-                            unsafe { device.layouts.place(&device, &product, &free, is_cancelled) };
+                        let source = unsafe {
+                            device
+                                .layouts
+                                .place(&product, &supports, &free, is_cancelled)
+                        };
                         repacked.extend(source?);
                     }
                     push(result, used, estimate);

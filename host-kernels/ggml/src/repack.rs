@@ -8,33 +8,17 @@
 //! graph with the product is compiled. The guest is charged for the copy. A write to the weights
 //! ends it: plans then read the guest's bytes.
 
-use std::any::Any;
-use std::collections::HashMap;
-use std::ffi::c_void;
-use std::ops::Range;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use vgpu_engine::{CopyAccount, EngineError};
+use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
-use vgpu_transport::ir::{Graph, Node, Op, Shape, Tensor, Type};
+use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
-use crate::device::BackendDevice;
+use crate::copies::{CopyType, Key, WeightCopy};
 use crate::library::{Functions, Library};
-use crate::memory::{Allocator, GgmlMemory, Reservation, allocation_size};
-use crate::tensors;
-
-/// The most copies of one memory at a time. Models have fewer weights.
-const MAX_COPIES: usize = 4096;
-
-/// What copies of one memory may take in all, also those that writes have ended, as a multiple of
-/// its size: a guest that writes its weights again and again gets no further copies.
-const MAX_COPIED: u64 = 2;
-
-/// Bytes of the host's memory for a copy besides its elements: the objects, and the remainder of a
-/// page.
-const OVERHEAD: u64 = 1024;
+use crate::memory::GgmlMemory;
 
 /// A buffer type of a device for weights.
 struct Layout {
@@ -110,7 +94,8 @@ impl Layouts {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Makes a product read a copy of its weights. No copy takes more than half of what the
+    /// Makes a product read a copy of its weights. `supports` says whether the device computes a
+    /// node. No copy takes more than half of what the
     /// engine or the host (`host_free`) has left. `None` if the product goes on with the guest's
     /// bytes. `is_cancelled` is asked before bytes are copied.
     ///
@@ -122,8 +107,8 @@ impl Layouts {
     /// the call.
     pub(crate) unsafe fn place(
         &self,
-        device: &BackendDevice,
         product: &Product<'_>,
+        supports: &dyn Fn(*const abi::ggml_tensor) -> bool,
         host_free: &dyn Fn() -> u64,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Option<RepackedSource>, EngineError> {
@@ -151,7 +136,7 @@ impl Layouts {
             // SAFETY: as above. The weights are a valid tensor as long as they are the source.
             unsafe {
                 (*made).src[0] = weights.cast_mut();
-                let computes = device.supports(made);
+                let computes = supports(made);
                 if !computes {
                     (*made).src[0] = plain;
                 }
@@ -159,12 +144,12 @@ impl Layouts {
             }
         };
         if let Some(copy) = memory.copies().find(&key) {
-            return Ok(computes(&raw const *copy.tensor).then(|| source(copy)));
+            return Ok(computes(copy.tensor()).then(|| source(copy)));
         }
         if !memory.copies().may_add(key.bytes(), memory.allocated()) {
             return Ok(None);
         }
-        let mut probe = tensors::unplaced(&key.shape);
+        let mut probe = key.tensor();
         let layout = self.layouts.iter().find(|layout| {
             probe.buffer = layout.probe.as_ptr();
             computes(&raw const probe)
@@ -179,67 +164,23 @@ impl Layouts {
         }
         // SAFETY: `plain` is a view of the memory, which is the host's: only backends for the
         // processor have such buffer types, and the sources of their nodes are plain addresses.
-        let copy = unsafe { self.copy(layout, &key, (*plain).data, memory, host_free) };
+        let copy = unsafe {
+            let of = CopyType {
+                functions: self.functions,
+                buft: layout.buft,
+                bytes: &self.bytes,
+            };
+            WeightCopy::new(of, &key, (*plain).data, |cost| {
+                { (host_free() / 2 >= cost).then(|| memory.charge_copy(cost)) }.flatten()
+            })
+        };
         let Some(copy) = copy.map(Arc::new) else {
             return Ok(None);
         };
         memory.copies().add(key, &copy);
         // SAFETY: as above. The copy lives as long as the returned value, which the plan keeps.
-        unsafe { (*made).src[0] = ptr::from_ref(&*copy.tensor).cast_mut() };
+        unsafe { (*made).src[0] = copy.tensor().cast_mut() };
         Ok(Some(source(copy)))
-    }
-
-    /// A copy of the bytes at `data` in this layout. `None` if there is no memory for it.
-    ///
-    /// # Safety
-    /// The tensor of `key` lies at `data`, readable, and the device computes with such a tensor in
-    /// this layout.
-    unsafe fn copy(
-        &self,
-        layout: &Layout,
-        key: &Key,
-        data: *const c_void,
-        memory: &GgmlMemory,
-        host_free: &dyn Fn() -> u64,
-    ) -> Option<WeightCopy> {
-        let tensor = Box::new(tensors::unplaced(&key.shape));
-        // SAFETY: the buffer type is a constant object of the backend, and the tensor is valid.
-        let bytes = unsafe { (self.functions.buft_get_alloc_size)(layout.buft, &*tensor) } as u64;
-        let cost = allocation_size(bytes).saturating_add(OVERHEAD);
-        if host_free() / 2 < cost {
-            return None;
-        }
-        let (reserved, charge) = memory.charge_copy(cost)?;
-        // SAFETY: the buffer type is a constant object of the backend.
-        let buffer = unsafe { (self.functions.buft_alloc_buffer)(layout.buft, bytes as usize) };
-        self.bytes.fetch_add(cost, Ordering::Relaxed);
-        let mut copy = WeightCopy {
-            buffer: NonNull::new(buffer),
-            functions: self.functions,
-            range: key.range(),
-            is_valid: AtomicBool::new(true),
-            cost,
-            bytes: Arc::clone(&self.bytes),
-            _reserved: reserved,
-            _charge: charge,
-            tensor,
-        };
-        let buffer = copy.buffer?.as_ptr();
-        let tensor = &raw mut *copy.tensor;
-        // SAFETY: the buffer is new and of this type, and large enough for the tensor, which is its
-        // first and only one. `set_tensor` reads the bytes of the whole tensor at `data`.
-        unsafe {
-            (*buffer).usage = abi::GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
-            let iface = &(*buffer).iface;
-            let (get_base, set_tensor) = (iface.get_base?, iface.set_tensor?);
-            (*tensor).buffer = buffer;
-            (*tensor).data = get_base(buffer);
-            if let Some(init) = iface.init_tensor {
-                init(buffer, tensor);
-            }
-            set_tensor(buffer, tensor, data, 0, key.bytes() as usize);
-        }
-        Some(copy)
     }
 }
 
@@ -286,31 +227,6 @@ fn is_plain_product(graph: &Graph, node: &Node) -> bool {
         && result.shape.is_contiguous()
 }
 
-/// Where weights lie in their memory, and what they are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    offset: u64,
-    /// With plain strides.
-    shape: Shape,
-}
-
-impl Key {
-    fn of(tensor: &Tensor) -> Key {
-        Key {
-            offset: tensor.offset,
-            shape: tensor.shape.with_plain_strides(),
-        }
-    }
-
-    fn bytes(&self) -> u64 {
-        self.shape.byte_len().unwrap_or(0)
-    }
-
-    fn range(&self) -> Range<u64> {
-        self.offset..self.offset + self.bytes()
-    }
-}
-
 /// A product that reads a copy.
 pub(crate) struct RepackedSource {
     node: *mut abi::ggml_tensor,
@@ -325,122 +241,11 @@ impl RepackedSource {
     /// # Safety
     /// The node and its sources must be valid tensors that no backend accesses during the call.
     pub(crate) unsafe fn is_present(&self) -> bool {
-        let is_valid = self.copy.is_valid.load(Ordering::Acquire);
+        let is_valid = self.copy.is_valid();
         if !is_valid {
             // SAFETY: the contract of this function.
             unsafe { (*self.node).src[0] = self.plain };
         }
         is_valid
     }
-}
-
-/// Weights in another layout.
-struct WeightCopy {
-    /// The tensor in the buffer, with what the backend attaches to it. Its address is that of a
-    /// source of nodes.
-    tensor: Box<abi::ggml_tensor>,
-    buffer: Option<NonNull<abi::ggml_backend_buffer>>,
-    functions: &'static Functions,
-    /// The guest's bytes.
-    range: Range<u64>,
-    /// Whether the guest's bytes are those that were copied.
-    is_valid: AtomicBool,
-    cost: u64,
-    /// The counter of all copies.
-    bytes: Arc<AtomicU64>,
-    /// Given back after the buffer, as fields are dropped.
-    _reserved: Reservation,
-    _charge: Option<Box<dyn Any + Send + Sync>>,
-}
-
-// SAFETY: the object owns its buffer and its tensor, which point to each other. Backends read both
-// while they compute, on any thread.
-unsafe impl Send for WeightCopy {}
-// SAFETY: after the copy was made nothing changes it through `&self` but the atomic flag.
-unsafe impl Sync for WeightCopy {}
-
-impl Drop for WeightCopy {
-    fn drop(&mut self) {
-        if let Some(buffer) = self.buffer {
-            // SAFETY: the object owns the buffer. Plans keep the copies that their nodes read.
-            unsafe { (self.functions.buffer_free)(buffer.as_ptr()) };
-        }
-        self.bytes.fetch_sub(self.cost, Ordering::Relaxed);
-    }
-}
-
-/// The copies of the weights in a memory.
-#[derive(Default)]
-pub(crate) struct Copies {
-    present: HashMap<Key, Arc<WeightCopy>>,
-    /// The bytes of all that were made.
-    made: u64,
-    /// Whether graphs write to the memory, so that it holds more than weights.
-    is_written: bool,
-}
-
-impl Copies {
-    fn find(&self, key: &Key) -> Option<Arc<WeightCopy>> {
-        self.present.get(key).cloned()
-    }
-
-    /// Whether a memory of `size` bytes may have a further copy, of so many bytes.
-    fn may_add(&self, bytes: u64, size: u64) -> bool {
-        let room = size.saturating_mul(MAX_COPIED).saturating_sub(self.made);
-        !self.is_written && self.present.len() < MAX_COPIES && (1..=room).contains(&bytes)
-    }
-
-    fn add(&mut self, key: Key, copy: &Arc<WeightCopy>) {
-        self.made += key.bytes();
-        self.present.insert(key, Arc::clone(copy));
-    }
-
-    /// The guest writes to this range.
-    pub(crate) fn forget(&mut self, range: &Range<u64>) {
-        self.present.retain(|_, copy| {
-            let is_apart = copy.range.end <= range.start || range.end <= copy.range.start;
-            if !is_apart {
-                copy.is_valid.store(false, Ordering::Release);
-            }
-            is_apart
-        });
-    }
-
-    /// A graph writes to the memory.
-    pub(crate) fn forget_all(&mut self) {
-        self.is_written = true;
-        self.forget(&(0..u64::MAX));
-    }
-}
-
-/// Who pays for the copies of a memory.
-pub(crate) type Account = OnceLock<Arc<dyn CopyAccount>>;
-
-/// Reserves `cost` bytes of the engine for a copy, and charges the guest. `None` if the engine has
-/// less than twice as much left, or the guest's quota less than that.
-pub(crate) fn charge(
-    allocator: &Arc<Allocator>,
-    account: &Account,
-    cost: u64,
-) -> Option<(Reservation, Option<Box<dyn Any + Send + Sync>>)> {
-    let mut reserved = None;
-    let mut reserve = || {
-        let (total, free) = allocator.free();
-        reserved = (free / 2 >= cost)
-            .then(|| allocator.reserve(cost))
-            .flatten();
-        match reserved {
-            Some(_) => Ok(()),
-            None => Err(EngineError::OutOfMemory {
-                wanted: cost,
-                free,
-                total,
-            }),
-        }
-    };
-    let charge = match account.get() {
-        Some(account) => Some(account.charge(cost, &mut reserve).ok()?),
-        None => reserve().map(|()| None).ok()?,
-    };
-    Some((reserved?, charge))
 }

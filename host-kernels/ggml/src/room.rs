@@ -5,7 +5,8 @@ use std::sync::Arc;
 use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
 
-use crate::memory::{Allocator, GgmlMemory, allocation_size};
+use crate::allocator::{Allocator, allocation_size};
+use crate::memory::GgmlMemory;
 
 /// Bytes for the alignment of parts behind a result (128 in `ggml-cuda`), which a backend counts
 /// for the address that it was asked about.
@@ -57,7 +58,7 @@ impl Room {
         if self.bytes == 0 || self.memory.is_some() {
             return Ok(());
         }
-        let memory = allocator.alloc(self.bytes)?;
+        let memory = GgmlMemory::alloc(allocator, self.bytes)?;
         for &result in &self.results {
             // SAFETY: the tensor of all bytes lives as long as the memory, and the results are
             // valid and not accessed: this function's contract.

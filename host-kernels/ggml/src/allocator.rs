@@ -1,0 +1,135 @@
+//! The memory of a device, and how much of it is taken.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use vgpu_ggml_abi as abi;
+use vgpu_transport::ir::{ROW_UNIT, Type};
+
+use crate::library::Functions;
+
+/// Bytes behind the end of a buffer. Kernels of ggml read the last row of quantised weights up to
+/// the next [`ROW_UNIT`] elements, also if the guest has not left them behind the row.
+const SLACK: u64 = 4096;
+
+const _: () = {
+    let mut at = 0;
+    while at < Type::ALL.len() {
+        let ty = Type::ALL[at];
+        assert!(ty.block_bytes() * (ROW_UNIT / ty.block_elements()) <= SLACK);
+        at += 1;
+    }
+};
+
+/// What the buffers of one device share.
+pub(crate) struct Allocator {
+    /// The library's functions, which outlive every buffer.
+    functions: &'static Functions,
+    buft: abi::ggml_backend_buffer_type_t,
+    /// The most bytes that buffers may have together.
+    total: u64,
+    used: AtomicU64,
+    /// Whether a buffer was freed since [`has_freed`](Allocator::has_freed) was called.
+    has_freed: AtomicBool,
+}
+
+// SAFETY: the buffer type is a constant object of the backend, and its functions may be called by
+// any thread.
+unsafe impl Send for Allocator {}
+// SAFETY: the buffer type is constant, and the flag is atomic.
+unsafe impl Sync for Allocator {}
+
+/// The bytes that an allocation of `size` bytes takes.
+pub(crate) fn allocation_size(size: u64) -> u64 {
+    size.saturating_add(SLACK).next_multiple_of(4096)
+}
+
+impl Allocator {
+    pub(crate) fn new(
+        functions: &'static Functions,
+        buft: abi::ggml_backend_buffer_type_t,
+        total: u64,
+    ) -> Allocator {
+        Allocator {
+            functions,
+            buft,
+            total,
+            used: AtomicU64::new(0),
+            has_freed: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether a buffer was freed since the last call.
+    pub(crate) fn has_freed(&self) -> bool {
+        self.has_freed.swap(false, Ordering::Relaxed)
+    }
+
+    /// The bytes that the backend wants for a tensor (`ggml_backend_buft_get_alloc_size`).
+    ///
+    /// # Safety
+    /// The tensor and those that it points to must be valid.
+    pub(crate) unsafe fn tensor_bytes(&self, tensor: *const abi::ggml_tensor) -> u64 {
+        // SAFETY: the buffer type is a constant object of the backend, and the tensor is valid: the
+        // contract of this function.
+        unsafe { (self.functions.buft_get_alloc_size)(self.buft, tensor) as u64 }
+    }
+
+    /// The capacity, and what is not allocated.
+    pub(crate) fn free(&self) -> (u64, u64) {
+        let used = self.used.load(Ordering::Relaxed);
+        (self.total, self.total.saturating_sub(used))
+    }
+
+    /// The largest buffer that the backend makes, in bytes.
+    pub(crate) fn max_buffer(&self) -> u64 {
+        // SAFETY: the buffer type is a constant object of the backend.
+        unsafe { (self.functions.buft_get_max_size)(self.buft) as u64 }
+    }
+
+    /// A new buffer of so many bytes.
+    pub(crate) fn alloc_buffer(&self, bytes: u64) -> Option<NonNull<abi::ggml_backend_buffer>> {
+        // SAFETY: the buffer type is a constant object of the backend.
+        NonNull::new(unsafe { (self.functions.buft_alloc_buffer)(self.buft, bytes as usize) })
+    }
+
+    /// Frees a buffer.
+    ///
+    /// # Safety
+    /// The buffer must be one of [`alloc_buffer`](Allocator::alloc_buffer) that nothing uses.
+    pub(crate) unsafe fn free_buffer(&self, buffer: NonNull<abi::ggml_backend_buffer>) {
+        // SAFETY: the contract of this function.
+        unsafe { (self.functions.buffer_free)(buffer.as_ptr()) };
+        self.has_freed.store(true, Ordering::Relaxed);
+    }
+
+    /// Reserves `bytes`. `None` if there are fewer left.
+    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
+        let more = |used: u64| { used.checked_add(bytes) }.filter(|&used| used <= self.total);
+        self.used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+            .ok()?;
+        Some(Reservation {
+            allocator: Arc::clone(self),
+            bytes,
+        })
+    }
+}
+
+/// Bytes of the device that are given back when this is dropped.
+pub(crate) struct Reservation {
+    allocator: Arc<Allocator>,
+    bytes: u64,
+}
+
+impl Reservation {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.allocator.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
