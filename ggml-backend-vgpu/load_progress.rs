@@ -4,11 +4,11 @@
 //! A model can have several buffers, and nothing in ggml's interface says which belong together.
 //! [`LoadLog`] therefore collects the buffers that are complete until the first graph computes.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use vgpu_transport::ir::BufferId;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock};
 
 /// A buffer that is not for weights has log lines from so many bytes on.
 const MIN_BUFFER_BYTES: u64 = 64 << 20;
@@ -238,7 +238,7 @@ impl LoadLog {
         }
     }
 
-    fn loads(&self) -> MutexGuard<'_, Loads> {
+    fn loads(&self) -> Guard<'_, Loads> {
         lock(&self.0)
     }
 }

@@ -10,12 +10,16 @@ pub(crate) type RankedMutex<T> = lock::RankedMutex<Rank, T>;
 /// The place of a lock in the order, lowest first. `session` says what each lock is held for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rank {
+    /// `iface::registry`, while the registry is made: the executor is asked for its devices.
+    Registry,
     /// `DeviceContext::current`.
     Device,
     /// `Backend::encoder`.
     Encoder,
     /// `WeightUpload::state`.
     Upload,
+    /// The files of mappings (`weights::mapped_file`), which are opened and read under this lock.
+    MappedFiles,
     /// `SharedConnection::graphs`.
     Graphs,
     /// `SharedConnection::connection`.

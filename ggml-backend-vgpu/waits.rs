@@ -97,9 +97,11 @@ impl Waits {
         if !watched.has_thread {
             let thread = thread::Builder::new().name("vgpu-dump".into());
             // The thread looks at the path: a hung file system stops no program.
-            match thread.spawn(move || watch(&own_path(path))) {
-                Ok(_) => watched.has_thread = true,
-                Err(error) => tracing::warn!("VGPU_DUMP: no thread: {error}"),
+            let started = thread.spawn(move || watch(&own_path(path)));
+            watched.has_thread = started.is_ok();
+            drop(watched);
+            if let Err(error) = started {
+                tracing::warn!("VGPU_DUMP: no thread: {error}");
             }
         }
         waits

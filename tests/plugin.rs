@@ -9,7 +9,7 @@ mod ggml;
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use vgpu_transport::lock::lock;
 /// The device has one session, and some tests count its messages: one test runs at a time.
 fn exclusive() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
-    lock(&LOCK)
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[test]

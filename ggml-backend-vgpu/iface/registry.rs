@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vgpu_transport::fork::PerProcess;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::lock_at;
 
 use super::device;
 use crate::abi::{
@@ -18,6 +18,7 @@ use crate::discovery::discover;
 use crate::fail_fast;
 use crate::ffi::{guard, object};
 use crate::ggml::Ggml;
+use crate::lock::Rank;
 use crate::logging;
 use crate::translate::Translator;
 
@@ -74,7 +75,7 @@ fn find_or_make() -> Option<&'static Registry> {
         }
     };
     let making = MAKING.get_or_init(Mutex::default);
-    let _making = lock(making);
+    let _making = lock_at(Rank::Registry, making);
     let registry = REGISTRY.load(Ordering::Acquire);
     if registry.is_null() {
         let made = make(Arc::new(ggml))?;

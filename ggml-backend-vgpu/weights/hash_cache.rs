@@ -18,10 +18,10 @@ use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock};
 use vgpu_transport::wire::{ContentHash, MAX_EXTENTS, MIN_EXTENT};
 
 use super::file_identity::FileIdentity;
@@ -67,7 +67,7 @@ impl HashCache {
         parts.iter().map(|(&(_, len), &hash)| (hash, len)).collect()
     }
 
-    fn parts(&self) -> MutexGuard<'_, Parts> {
+    fn parts(&self) -> Guard<'_, Parts> {
         lock(&self.parts)
     }
 

@@ -18,11 +18,12 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use vgpu_transport::fork::PerProcess;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::lock_at;
 use vgpu_transport::wire::ContentHash;
 
 use super::file_identity::FileIdentity;
 use super::hash_cache::HashCache;
+use crate::lock::Rank;
 
 /// Files that are kept open. A model has one file, or a few.
 const MAX_OPEN_FILES: usize = 8;
@@ -87,7 +88,7 @@ impl MappedFile {
     fn find(mapping: &Mapping) -> Option<Arc<MappedFile>> {
         static OPEN: PerProcess<Mutex<Vec<Arc<MappedFile>>>> = PerProcess::new();
         let open = OPEN.get_or_init(Mutex::default);
-        let mut open = lock(open);
+        let mut open = lock_at(Rank::MappedFiles, open);
         open.retain(|file| file.is_unchanged());
         let is_same = |file: &&Arc<MappedFile>| {
             (file.identity.device, file.identity.inode) == (mapping.device, mapping.inode)

@@ -8,12 +8,12 @@
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_engine::{Engine, MemoryInfo};
-use vgpu_transport::lock::{lock, wait_timeout, wait_timeout_while};
+use vgpu_transport::lock::{Guard, lock, wait_timeout, wait_timeout_while};
 
 use crate::lock::expect_unlocked;
 
@@ -124,7 +124,7 @@ impl EngineMonitor {
 
     /// The memory of an engine that any thread may ask, kept for
     /// [`recent_memory`](EngineMonitor::recent_memory).
-    fn ask_here(&self, engine: &dyn Engine, state: MutexGuard<'_, EngineAnswers>) -> MemoryInfo {
+    fn ask_here(&self, engine: &dyn Engine, state: Guard<'_, EngineAnswers>) -> MemoryInfo {
         let (change_count, now) = (state.change_count, Instant::now());
         drop(state);
         expect_unlocked("Engine::memory");
@@ -135,7 +135,7 @@ impl EngineMonitor {
         memory
     }
 
-    fn ask_now(&self, mut state: MutexGuard<'_, EngineAnswers>) -> MemoryInfo {
+    fn ask_now(&self, mut state: Guard<'_, EngineAnswers>) -> MemoryInfo {
         if let Some(Direct(engine)) = &self.direct {
             return self.ask_here(engine.as_ref(), state);
         }
@@ -202,7 +202,7 @@ impl EngineMonitor {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
     }
 
-    fn lock(&self) -> MutexGuard<'_, EngineAnswers> {
+    fn lock(&self) -> Guard<'_, EngineAnswers> {
         lock(&self.state)
     }
 }

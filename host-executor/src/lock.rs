@@ -9,7 +9,8 @@
 //! changes files of the weight cache ([`expect_unlocked`]).
 //!
 //! Locks that are not here are innermost: nothing else is locked, called or waited for under them
-//! (`log_limit`, `engine_monitor`, `activity`, `service`).
+//! (`log_limit`, `engine_monitor`, `activity`, `service`). They count as one rank behind all others
+//! (`vgpu_transport::lock`), so these checks see them, too.
 #![forbid(unsafe_code)]
 
 use vgpu_transport::lock::{self, LockRank};
@@ -19,9 +20,8 @@ pub(crate) use vgpu_transport::lock::RankedGuard;
 /// A mutex with a rank of the executor.
 pub(crate) type RankedMutex<T> = lock::RankedMutex<Rank, T>;
 
-/// The lowest level of the executor. The levels below belong to the plugin, which may call an
-/// executor in its own process.
-const FIRST_LEVEL: usize = 16;
+const _: () = assert!(lock::EXECUTOR + Rank::EngineCopies as usize == lock::CHARGING);
+const _: () = assert!(lock::EXECUTOR + (Rank::SessionLog as usize) < lock::ENGINES);
 
 /// The place of a lock in the order, lowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +44,15 @@ pub(crate) enum Rank {
     Registry,
     /// The unnamed tenants (`tenant_registry`).
     Sources,
+    /// The extents of a sharing domain that begin with the same bytes (`weights::uploads`). A
+    /// session holds this lock while it copies bytes into the engine's memory, so that no other
+    /// session uploads the same extent meanwhile. Only sessions of the domain that upload such an
+    /// extent wait for it.
+    Upload,
+    /// The bytes of a buffer that shares bytes with others, in an engine, which charges copies of
+    /// them to the guest. The executor takes no lock of this rank, and asks the engine how much
+    /// memory is free for a copy ([`expect_charging`]).
+    EngineCopies,
     /// The memory accounts (`ledger`).
     Ledger,
     /// The host memory of all tenants beside devices with a memory of their own (`host_memory`).
@@ -54,11 +63,6 @@ pub(crate) enum Rank {
     Totals,
     /// Mappings and descriptors (`pool`).
     Pool,
-    /// The extents of a sharing domain that begin with the same bytes (`weights::uploads`). A
-    /// session holds this lock while it copies bytes into the engine's memory, so that no other
-    /// session uploads the same extent meanwhile. Only sessions of the domain that upload such an
-    /// extent wait for it.
-    Upload,
     /// Everything else of the weight store (`weights`). A thread holds one of these locks at most.
     Weights,
     /// The limits of log lines about sessions (`session_log`).
@@ -67,12 +71,30 @@ pub(crate) enum Rank {
 
 impl LockRank for Rank {
     fn level(self) -> usize {
-        FIRST_LEVEL + self as usize
+        lock::EXECUTOR + self as usize
+    }
+}
+
+/// The rank of the lock of the threads that add files to the weight cache (`weights::disk`). They
+/// write and remove files under it: nobody else waits for it. So it lies below the locks that
+/// [`expect_unlocked`] looks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CacheFiles;
+
+impl LockRank for CacheFiles {
+    fn level(self) -> usize {
+        lock::EXECUTOR - 1
     }
 }
 
 /// Checks, with debug assertions, that the thread holds no lock of the executor: `what` calls an
 /// engine, and may hang in a driver.
 pub(crate) fn expect_unlocked(what: &str) {
-    lock::expect_unlocked(FIRST_LEVEL, what);
+    lock::expect_unlocked(lock::EXECUTOR, what);
+}
+
+/// As [`expect_unlocked`], where the engine charges a guest for a copy, under a lock of its own
+/// ([`Rank::EngineCopies`]).
+pub(crate) fn expect_charging(what: &str) {
+    lock::expect_unlocked(lock::CHARGING + 1, what);
 }

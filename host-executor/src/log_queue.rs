@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ use tracing::Level;
 
 use crate::service;
 
-use vgpu_transport::lock::{lock, wait, wait_timeout};
+use vgpu_transport::lock::{Guard, lock, wait, wait_timeout};
 
 /// How long the end of the process waits for the log.
 pub(crate) const MAX_FLUSH_WAIT: Duration = Duration::from_secs(2);
@@ -229,7 +229,7 @@ impl LogQueue {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, QueuedLines> {
+    fn lock(&self) -> Guard<'_, QueuedLines> {
         lock(&self.state)
     }
 

@@ -14,7 +14,7 @@ use std::io::{self, Read as _};
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -81,7 +81,7 @@ static STORED: Mutex<Stored> = Mutex::new(Stored {
     reported: BTreeSet::new(),
 });
 
-fn lock() -> MutexGuard<'static, Stored> {
+fn lock() -> vgpu_transport::lock::Guard<'static, Stored> {
     vgpu_transport::lock::lock(&STORED)
 }
 

@@ -15,7 +15,7 @@ use vgpu_engine::{CopyAccount, Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
 use crate::ledger::{Ledger, MemoryKind};
-use crate::lock::{Rank, RankedMutex, expect_unlocked};
+use crate::lock::{Rank, RankedMutex, expect_charging, expect_unlocked};
 use crate::policy::Policy;
 use crate::sched::{Entitlement, TenantId};
 use crate::stats::Stats;
@@ -269,7 +269,10 @@ impl CopyAccount for CopiesOf {
         bytes: u64,
         allocate: &mut dyn FnMut() -> Result<(), EngineError>,
     ) -> Result<Box<dyn Any + Send + Sync>, EngineError> {
-        let mut charge = self.tenant.charge(bytes, self.engine.as_ref())?;
+        let mut charge = self.tenant.charge_with(bytes, || {
+            expect_charging("Engine::memory");
+            self.engine.memory().free
+        })?;
         allocate()?;
         charge.allocated();
         Ok(Box::new(charge))

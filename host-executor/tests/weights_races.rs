@@ -5,7 +5,7 @@ mod common;
 
 use std::collections::HashMap;
 use std::fs;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use common::model::hash;
@@ -15,7 +15,6 @@ use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Process, WeightStore};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::BufferId;
-use vgpu_transport::lock::lock;
 use vgpu_transport::wire::{ContentHash, MIN_EXTENT, Reply, Request, Wanted};
 
 /// Bytes of an extent, and of a buffer.
@@ -256,9 +255,14 @@ fn resident() -> u64 {
         << 10
 }
 
+/// Locks a mutex of a test, under which the executor works.
+fn outer<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[test]
 fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
-    let _measuring = lock(&MEASURING);
+    let _measuring = outer(&MEASURING);
     LazyLock::force(&CONTENTS);
     let (host, weights) = host();
     for seed in 1..3 {
@@ -311,10 +315,10 @@ fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
 
 #[test]
 fn sessions_that_race_on_one_store_keep_their_contents() {
-    let _measuring = lock(&MEASURING);
+    let _measuring = outer(&MEASURING);
     let (host, weights) = host();
     let connecting = Mutex::new(&host);
-    let connect = || connect(*lock(&connecting));
+    let connect = || connect(*outer(&connecting));
     // Contents are known when they have been hashed, which has a low priority: how many of them
     // need not be sent is a matter of time.
     for round in 0..20 {

@@ -10,12 +10,27 @@ use vgpu_cuda::source::sources_for;
 use vgpu_cuda_shim::{DeviceModel, Kernel, ShimError, Stale};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{self, LockRank, lock, lock_at};
 
 const PAGE: usize = 4096;
 
 /// Bytes that are compared at a time to find what a launch has written.
 const UNIT: usize = 4;
+
+/// The place of a lock in the order, lowest first. The other locks are innermost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rank {
+    /// Held while a graph runs.
+    Graphs,
+    /// Held while all memory is read.
+    Mappings,
+}
+
+impl LockRank for Rank {
+    fn level(self) -> usize {
+        lock::DEVICES + self as usize
+    }
+}
 
 /// What a kernel does wrong, in tests of what finds that out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,7 +124,7 @@ impl Shim {
 
     /// The content of all memory.
     fn contents(&self) -> Vec<Stale> {
-        let mappings = lock(&self.mappings);
+        let mappings = lock_at(Rank::Mappings, &self.mappings);
         let allocated = { mappings.iter() }
             .map(|(&address, &(start, len))| (address, start + len - PAGE - address as usize));
         let mapped = lock(&self.mapped);
@@ -233,7 +248,7 @@ impl Shim {
             start as usize
         };
         let address = (start + len - PAGE - bytes) as Address;
-        lock(&self.mappings).insert(address, (start, len));
+        lock_at(Rank::Mappings, &self.mappings).insert(address, (start, len));
         address
     }
 }
@@ -293,7 +308,7 @@ impl Device for Shim {
     }
 
     unsafe fn free(&self, address: Address, _: u64) {
-        let mut mappings = lock(&self.mappings);
+        let mut mappings = lock_at(Rank::Mappings, &self.mappings);
         let (start, len) = mappings.remove(&address).expect("it was allocated");
         // SAFETY: `map` has made this mapping, and the caller no longer uses it.
         unsafe { libc::munmap(start as *mut libc::c_void, len) };
@@ -426,7 +441,7 @@ impl Device for Shim {
     }
 
     fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
-        let mut graphs = lock(&self.graphs);
+        let mut graphs = lock_at(Rank::Graphs, &self.graphs);
         let id = graphs.keys().max().map_or(0, |last| last + 1);
         graphs.insert(id, launches.to_vec());
         Ok(GraphExecId(id))
@@ -438,7 +453,7 @@ impl Device for Shim {
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
-        let mut graphs = lock(&self.graphs);
+        let mut graphs = lock_at(Rank::Graphs, &self.graphs);
         let held = graphs.get_mut(&graph.0).expect("the graph exists");
         assert_eq!(
             held[index].kernel, launch.kernel,
@@ -449,7 +464,7 @@ impl Device for Shim {
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
-        let graphs = lock(&self.graphs);
+        let graphs = lock_at(Rank::Graphs, &self.graphs);
         let before = match self.launches_ahead {
             true => self.contents(),
             false => Vec::new(),
@@ -471,7 +486,7 @@ impl Device for Shim {
     }
 
     fn destroy_graph(&self, graph: GraphExecId) {
-        let mut graphs = lock(&self.graphs);
+        let mut graphs = lock_at(Rank::Graphs, &self.graphs);
         graphs.remove(&graph.0).expect("the graph exists");
     }
 

@@ -22,10 +22,10 @@ use std::fmt;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
+use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, Once};
 
-use crate::lock::lock;
+use crate::lock::{ForkRegister, RankedGuard, RankedMutex};
 
 /// The process that has made a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,10 +198,11 @@ enum Entry {
     File(RawFd),
 }
 
-static ENTRIES: Mutex<BTreeMap<u64, Entry>> = Mutex::new(BTreeMap::new());
+static ENTRIES: RankedMutex<ForkRegister, BTreeMap<u64, Entry>> =
+    RankedMutex::new(ForkRegister, BTreeMap::new());
 
-fn entries() -> MutexGuard<'static, BTreeMap<u64, Entry>> {
-    lock(&ENTRIES)
+fn entries() -> RankedGuard<'static, BTreeMap<u64, Entry>> {
+    ENTRIES.lock()
 }
 
 /// Memory or a file that the handler replaces in a forked child. Must be dropped before the memory
@@ -274,7 +275,7 @@ impl Deref for OwnFd {
 }
 
 /// The lock of [`ENTRIES`] during a fork.
-struct DuringFork(UnsafeCell<Option<MutexGuard<'static, BTreeMap<u64, Entry>>>>);
+struct DuringFork(UnsafeCell<Option<RankedGuard<'static, BTreeMap<u64, Entry>>>>);
 
 // SAFETY: the cell is accessed only by the thread that holds the lock whose guard it stores.
 unsafe impl Sync for DuringFork {}
@@ -342,6 +343,7 @@ mod tests {
     use super::*;
     use crate::shm::memory::{SharedWords as _, Window};
     use std::os::unix::net::UnixStream;
+    use std::sync::Mutex;
 
     /// Runs `child` in a forked child and returns its exit status. The closure must not allocate
     /// locks that other threads of the test hold, and must not panic.

@@ -246,12 +246,12 @@ impl SharedSocket {
                         debug!("a control client was not answered: {error}");
                     }
                 });
-            state = lock(&self.state);
-            if let Err(error) = spawned {
-                state.threads -= 1;
+            if let Err(error) = &spawned {
                 let text = format!("no thread for a control client: {error}");
                 log_queue::write_line(Level::ERROR, &text);
             }
+            state = lock(&self.state);
+            state.threads -= usize::from(spawned.is_err());
         }
     }
 }

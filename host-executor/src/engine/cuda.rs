@@ -261,9 +261,9 @@ fn verdict_file(cache: &Path, fingerprint: &str) -> PathBuf {
 /// The verdict that the self-check has kept about the device, driver and code with this
 /// [`fingerprint`], or an empty one.
 pub fn load_verdict(fingerprint: &str) -> Verdict {
-    let saved = lock(&SAVED);
-    if let Some(verdict) = saved.get(fingerprint) {
-        return verdict.clone();
+    let saved = lock(&SAVED).get(fingerprint).cloned();
+    if let Some(verdict) = saved {
+        return verdict;
     }
     kernel_cache().map_or_else(Verdict::default, |cache| verdict_in(&cache, fingerprint))
 }

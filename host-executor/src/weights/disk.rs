@@ -18,11 +18,11 @@ use std::time::SystemTime;
 
 use tracing::{info, warn};
 use vgpu_engine::Extent;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::lock_at;
 use vgpu_transport::wire::ContentHash;
 
 use super::options::CacheOptions;
-use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
+use crate::lock::{CacheFiles, Rank, RankedGuard, RankedMutex, expect_unlocked};
 use crate::size::shown;
 
 /// Bytes that are read or written at once.
@@ -221,7 +221,7 @@ impl Disk {
         if len > self.limit || is_there() {
             return;
         }
-        let _adding = lock(&self.adding);
+        let _adding = lock_at(CacheFiles, &self.adding);
         if is_there() {
             return;
         }

@@ -3,7 +3,9 @@
 use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex};
 
-use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
+use vgpu_engine::{
+    BatchKey, Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn,
+};
 use vgpu_transport::bytes::{Bytes, BytesMut, Mapped};
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 use vgpu_transport::lock;
@@ -20,24 +22,25 @@ pub(crate) enum Call {
     Pin,
     Compile,
     Launch,
+    /// A turn of several plans.
+    Batch,
     Wait,
 }
 
 /// The calls that hang, and those that do so now.
+type Calls = (Vec<Call>, Vec<Call>);
+
 #[derive(Default)]
 struct Gate {
-    state: Mutex<(Vec<Call>, Vec<Call>)>,
+    state: Mutex<Calls>,
     changed: Condvar,
 }
-
-/// The lowest level of the executor's locks.
-const EXECUTOR_LOCKS: usize = 16;
 
 impl Gate {
     /// Hangs if calls of this kind do. The caller holds no lock of the executor: others would hang
     /// with the call.
     fn pass(&self, call: Call) {
-        lock::expect_unlocked(EXECUTOR_LOCKS, &format!("{call:?}"));
+        lock::expect_unlocked(lock::EXECUTOR, &format!("{call:?}"));
         let mut state = lock::lock(&self.state);
         if !state.0.contains(&call) {
             return;
@@ -55,13 +58,21 @@ impl Gate {
 pub(crate) struct HangingEngine {
     inner: Arc<ScriptedEngine>,
     gate: Arc<Gate>,
+    /// How many plans can run as one batch.
+    max_batch: usize,
 }
 
 impl HangingEngine {
     pub(crate) fn new() -> Arc<HangingEngine> {
+        HangingEngine::with_batches(1)
+    }
+
+    /// An engine that runs up to `max_batch` plans as one batch.
+    pub(crate) fn with_batches(max_batch: usize) -> Arc<HangingEngine> {
         Arc::new(HangingEngine {
             inner: ScriptedEngine::new(),
             gate: Arc::default(),
+            max_batch,
         })
     }
 
@@ -74,13 +85,12 @@ impl HangingEngine {
     /// Waits until a call of this kind hangs.
     pub(crate) fn wait_until_hanging(&self, call: Call) {
         let state = lock::lock(&self.gate.state);
-        let (state, waited) = { &self.gate.changed }
-            .wait_timeout_while(state, super::TIMEOUT, |state| !state.1.contains(&call))
-            .unwrap();
+        let waits = |state: &mut Calls| !state.1.contains(&call);
+        let state = lock::wait_timeout_while(&self.gate.changed, state, super::TIMEOUT, waits);
+        let (_, hanging) = &*state;
         assert!(
-            !waited.timed_out(),
-            "{call:?} does not hang, {:?} do",
-            state.1
+            hanging.contains(&call),
+            "{call:?} does not hang, {hanging:?} do"
         );
     }
 }
@@ -132,7 +142,33 @@ impl Engine for HangingEngine {
         self.gate.pass(Call::Compile);
         let plan = self.inner.compile(graph, buffers, is_cancelled)?;
         let gate = Arc::clone(&self.gate);
-        Ok(Box::new(HangingPlan { plan, gate }))
+        let is_batchable = self.max_batch > 1;
+        Ok(Box::new(HangingPlan {
+            plan,
+            gate,
+            is_batchable,
+        }))
+    }
+
+    fn max_batch(&self) -> usize {
+        self.max_batch
+    }
+
+    fn launch_batch(
+        &self,
+        plans: &mut [&mut dyn Plan],
+        turn: &Turn,
+    ) -> Vec<Result<RunStatus, RunError>> {
+        self.gate.pass(Call::Batch);
+        plans.iter_mut().map(|plan| finish(*plan, turn)).collect()
+    }
+}
+
+/// Runs a plan to the end of its turn.
+fn finish(plan: &mut dyn Plan, turn: &Turn) -> Result<RunStatus, RunError> {
+    match plan.launch(turn)? {
+        RunStatus::InFlight => plan.wait().map(|()| RunStatus::Done),
+        other => Ok(other),
     }
 }
 
@@ -185,9 +221,19 @@ impl Memory for HangingMemory {
 struct HangingPlan {
     plan: Box<dyn Plan>,
     gate: Arc<Gate>,
+    /// Whether the plan may run with all others.
+    is_batchable: bool,
 }
 
 impl Plan for HangingPlan {
+    fn batch_key(&self) -> Option<BatchKey> {
+        let key = BatchKey {
+            products: 1,
+            position: (0, 0),
+        };
+        self.is_batchable.then_some(key)
+    }
+
     fn plan_bytes(&self) -> u64 {
         self.plan.plan_bytes()
     }

@@ -33,6 +33,7 @@ pub mod gemm;
 mod gemm_rows;
 mod isa;
 mod kernel;
+mod lock;
 mod math;
 mod memory;
 mod operands;

@@ -7,11 +7,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::device::{Address, Device};
+use crate::lock::Rank;
 use vgpu_engine::{EngineError, MemoryInfo};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock, lock_at};
 
 /// Bytes of a chunk.
 const CHUNK: u64 = 64 << 20;
@@ -85,7 +86,7 @@ impl Allocator {
             .unwrap_or(u64::MAX)
     }
 
-    fn state(&self) -> MutexGuard<'_, FreeGaps> {
+    fn state(&self) -> Guard<'_, FreeGaps> {
         lock(&self.state)
     }
 
@@ -127,7 +128,7 @@ impl Allocator {
     /// what is reserved for others.
     pub(crate) fn alloc(&self, size: u64, from: u64) -> Result<Address, EngineError> {
         let address = {
-            let _admitted = lock(&self.admission);
+            let _admitted = lock_at(Rank::Admission, &self.admission);
             let of_others = self.reserved().saturating_sub(from);
             if of_others > 0 {
                 let MemoryInfo { total, free } = self.memory_besides(of_others);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tracing::{error, info, warn};
 use vgpu_transport::bytes::Mapped;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::lock_at;
 
 use crate::autotune::TuningTable;
 use crate::batch::MAX_BATCH;
@@ -17,6 +17,7 @@ use crate::device::Device;
 use crate::kernel_set::KernelSet;
 use crate::launch::policy::LaunchPolicy;
 use crate::launch::policy::SPEED;
+use crate::lock::Rank;
 use crate::memory::CudaMemory;
 use crate::plan::{CudaPlan, compile_bytes, parts};
 use crate::source::SM_90A;
@@ -114,7 +115,9 @@ impl CudaEngine {
     #[must_use]
     pub fn with_tuning(self, tuning: TuningTable) -> CudaEngine {
         let tuning = Arc::new(tuning);
-        lock(&self.current).context.set_tuning(&tuning);
+        lock_at(Rank::Context, &self.current)
+            .context
+            .set_tuning(&tuning);
         CudaEngine { tuning, ..self }
     }
 
@@ -145,7 +148,7 @@ impl CudaEngine {
     /// [`EngineError::DeviceLost`] if the device is lost and cannot be reopened, or the
     /// [`EngineError`] of the last attempt to reopen it.
     fn context(&self) -> Result<Arc<ExecutionContext>, EngineError> {
-        let mut current = lock(&self.current);
+        let mut current = lock_at(Rank::Context, &self.current);
         let Some(reason) = current.context.device.lost() else {
             return Ok(Arc::clone(&current.context));
         };
@@ -293,7 +296,7 @@ impl Engine for CudaEngine {
 
     fn fatal_error(&self) -> Option<String> {
         let error = self.context().err()?;
-        let current = lock(&self.current);
+        let current = lock_at(Rank::Context, &self.current);
         // Without a way to reopen the device, a lost device is a fatal error at once.
         (self.open.is_none() || current.attempts >= MAX_ATTEMPTS).then(|| error.to_string())
     }

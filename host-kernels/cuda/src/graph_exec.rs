@@ -17,8 +17,9 @@ use tracing::warn;
 use crate::device::{Device, Event, GraphExecId, KernelId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
+use crate::lock::Rank;
 use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, lock_at};
 
 /// The most launches of a batch until a run was measured. Such a run begins with a single launch,
 /// and adapts its batches to the time that each takes.
@@ -201,7 +202,7 @@ impl LaunchSequence {
         turn: &Turn,
     ) -> Result<RunStatus, Failure> {
         let template = Arc::clone(&self.template);
-        let mut template = lock(&template);
+        let mut template = lock_at(Rank::Template, &template);
         let failed = |node: usize, error| Failure {
             node,
             refused: None,

@@ -269,8 +269,8 @@ impl UsableKernels {
     /// Logs once that nodes run on the CPU engine because `kernel` is missing. `op` is the operator
     /// of the first such node.
     pub(crate) fn report_missing(&self, kernel: &'static str, op: &str) {
-        let mut reported = lock(&self.reported);
-        if reported.insert(kernel) {
+        let is_new = lock(&self.reported).insert(kernel);
+        if is_new {
             warn!("{op} runs on the CPU engine: the kernel {kernel} is disabled or was not loaded");
         }
     }

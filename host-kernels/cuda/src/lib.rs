@@ -33,6 +33,7 @@ pub mod gpu;
 mod graph_exec;
 pub mod kernel_set;
 mod launch;
+mod lock;
 mod megakernel;
 mod memory;
 mod memory_access;

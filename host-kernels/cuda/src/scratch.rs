@@ -10,8 +10,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::device::{Address, Device};
+use crate::lock::Rank;
 use vgpu_engine::EngineError;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::lock_at;
 
 /// The unit in bytes in which the memory grows and shrinks.
 const CHUNK: u64 = 32 << 20;
@@ -87,7 +88,7 @@ impl Scratch {
             return Err(out_of_memory());
         }
         let chunks = bytes.div_ceil(self.chunk);
-        let mut state = lock(&self.state);
+        let mut state = lock_at(Rank::Scratch, &self.state);
         let before = state.backed;
         while state.backed < chunks {
             let at = self.base + state.backed * self.chunk;
@@ -123,7 +124,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let mut state = std::mem::take(&mut *lock(&self.state));
+        let mut state = std::mem::take(&mut *lock_at(Rank::Scratch, &self.state));
         self.shrink(&mut state, 0);
     }
 }
@@ -136,7 +137,7 @@ pub(crate) struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let mut state = lock(&self.scratch.state);
+        let mut state = lock_at(Rank::Scratch, &self.scratch.state);
         if let Some(plans) = state.needs.get_mut(&self.chunks) {
             *plans -= 1;
             if *plans == 0 {

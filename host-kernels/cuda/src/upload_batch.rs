@@ -9,13 +9,14 @@
 //! The device also skips a wait if no work was asked for since the last wait.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock_at};
 use zerocopy::IntoBytes;
 
 use crate::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
+use crate::lock::Rank;
 use crate::params::{VG_MAX_UPLOADS, VgUpload, VgUploadParams};
 use vgpu_engine::{EngineError, MemoryInfo};
 
@@ -74,8 +75,8 @@ impl UploadBatcher {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, PendingUploads> {
-        lock(&self.state)
+    fn state(&self) -> Guard<'_, PendingUploads> {
+        lock_at(Rank::Uploads, &self.state)
     }
 
     /// Launches the batched uploads. If the launch fails, they are lost with the device: the launch

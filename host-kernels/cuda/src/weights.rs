@@ -19,12 +19,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::slice::from_ref;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock_at};
 
 use crate::allocator::Allocator;
+use crate::lock::Rank;
 use crate::memory::CudaMemory;
 use vgpu_engine::{EngineError, Extent, Memory, check_range};
 
@@ -313,8 +314,8 @@ impl WeightMemory {
 
     /// The locks of repacked tensors and of the allocator are taken under this one, and never the
     /// other way round.
-    fn state(&self) -> MutexGuard<'_, Pieces> {
-        lock(&self.state)
+    fn state(&self) -> Guard<'_, Pieces> {
+        lock_at(Rank::Weights, &self.state)
     }
 
     /// Whether the memory is from `allocator`.

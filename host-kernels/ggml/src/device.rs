@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use vgpu_engine::work::Speed;
 use vgpu_ggml_abi as abi;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{self, LockRank, lock_at};
 
 use crate::allocator::Allocator;
 use crate::library::Library;
@@ -90,6 +90,16 @@ impl Drop for Backend {
     }
 }
 
+/// The rank of the backend of a device, which logs and allocates.
+#[derive(Debug, Clone, Copy)]
+struct BackendRank;
+
+impl LockRank for BackendRank {
+    fn level(self) -> usize {
+        lock::DEVICES
+    }
+}
+
 /// A device of a backend library, with a queue for graphs.
 pub(crate) struct BackendDevice {
     /// The ggml and the backend that the device belongs to.
@@ -151,7 +161,7 @@ impl BackendDevice {
 
     /// Whether the backend may compute after the call that has asked for it.
     pub(crate) fn is_asynchronous(&self) -> bool {
-        let backend = lock(&self.backend).raw;
+        let backend = lock_at(BackendRank, &self.backend).raw;
         // SAFETY: the lock makes this the only access, and the backend exists.
         unsafe { backend.as_ref().iface.synchronize.is_some() }
     }
@@ -165,7 +175,7 @@ impl BackendDevice {
     /// The graph, its tensors and their buffers must exist, and nothing may access them, until
     /// [`BackendDevice::synchronize`] has returned.
     pub(crate) unsafe fn submit(&self, graph: *mut abi::ggml_cgraph) -> Result<(), c_int> {
-        let mut current = lock(&self.backend);
+        let mut current = lock_at(BackendRank, &self.backend);
         if self.renews_backend && self.allocator.has_freed() {
             // The old one may still compute.
             self.wait_for(&current);
@@ -193,7 +203,7 @@ impl BackendDevice {
 
     /// Waits until the backend has computed all that it was given.
     pub(crate) fn synchronize(&self) {
-        self.wait_for(&lock(&self.backend));
+        self.wait_for(&lock_at(BackendRank, &self.backend));
     }
 
     /// The same for a backend that the caller has the lock of.

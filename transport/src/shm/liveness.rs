@@ -11,13 +11,13 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::layout::word;
 use super::memory::{SharedWords, Window};
 use crate::fork::PerProcess;
-use crate::lock::lock;
+use crate::lock::{Guard, lock};
 
 /// The period of the heartbeat.
 pub const PERIOD: Duration = Duration::from_secs(1);
@@ -67,7 +67,7 @@ struct Heartbeat {
 /// have the thread, and starts one of its own.
 static HEARTBEATS: PerProcess<Mutex<Option<Vec<Heartbeat>>>> = PerProcess::new();
 
-fn heartbeats() -> MutexGuard<'static, Option<Vec<Heartbeat>>> {
+fn heartbeats() -> Guard<'static, Option<Vec<Heartbeat>>> {
     let heartbeats = HEARTBEATS.get_or_init(Mutex::default);
     lock(heartbeats)
 }

@@ -1,12 +1,12 @@
 //! A device that records its calls, runs kernels or not, and fails on command.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda_shim::DeviceModel;
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock};
 
 use crate::shim::Shim;
 
@@ -143,7 +143,7 @@ impl Spy {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, SpyState> {
+    fn state(&self) -> Guard<'_, SpyState> {
         lock(&self.state)
     }
 

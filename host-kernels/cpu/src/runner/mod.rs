@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
-use vgpu_transport::lock::{get_mut, into_inner, lock};
+use vgpu_transport::lock::{get_mut, into_inner, lock, lock_at};
 
 use crate::barrier_schedule::Phase;
 use crate::batch::{BatchKeys, MAX_BATCH, Membership};
 use crate::gemm::ThreadMemory;
 use crate::kernel::{EarlyExit, ThreadProgress};
+use crate::lock::Rank;
 use crate::thread_team::{Barrier, ThreadTeam};
 
 pub(crate) use run::RunState;
@@ -261,7 +262,7 @@ impl Runner {
         clock: Option<&Clock>,
     ) -> TurnEnd {
         assert!(members.len() <= MAX_BATCH, "{} plans", members.len());
-        let _guard = lock(&self.running);
+        let _guard = lock_at(Rank::Running, &self.running);
         let last = members.first().map_or(0, |member| member.phases.len());
         let run = Run {
             members,

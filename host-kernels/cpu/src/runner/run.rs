@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use vgpu_engine::{RunError, Turn};
-use vgpu_transport::lock::{into_inner, lock};
+use vgpu_transport::lock::{into_inner, lock, lock_at};
 
 use super::scratch::Scratch;
 use crate::barrier_schedule::Phase;
@@ -16,6 +16,7 @@ use crate::gemm::ThreadMemory;
 use crate::kernel::{
     EarlyExit, Fault, JointMember, KernelMemory, KernelPosition, ThreadProgress, ThreadTurn, Worker,
 };
+use crate::lock::Rank;
 use crate::thread_team::Barrier;
 
 /// A run between two turns.
@@ -203,7 +204,7 @@ impl Run<'_> {
     /// the bytes at its `activations` in it. Only this run accesses them. The counters are as
     /// before phase `first`. The joint kernels of each phase have one key.
     pub(super) unsafe fn work(&self, index: usize, count: usize) {
-        let mut memory = lock(&self.thread_memory[index]);
+        let mut memory = lock_at(Rank::ThreadMemory, &self.thread_memory[index]);
         memory.swap(self.prepared);
         // SAFETY: the caller guarantees an index of its own below `count` to each thread, and that
         // only this run accesses the members' memory.

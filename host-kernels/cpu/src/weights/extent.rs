@@ -4,13 +4,14 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock_at};
 
 use super::page_set::PageSet;
+use crate::lock::Rank;
 use crate::region::{Region, page};
 use vgpu_engine::{EngineError, Extent, check_range};
 
@@ -62,8 +63,8 @@ impl BaseRegion {
         self.region.as_ptr().wrapping_add(offset as usize)
     }
 
-    pub(super) fn uses(&self) -> MutexGuard<'_, Uses> {
-        lock(&self.uses)
+    pub(super) fn uses(&self) -> Guard<'_, Uses> {
+        lock_at(Rank::Uses, &self.uses)
     }
 
     /// The buffer has bytes of its own in `range` from now on.

@@ -28,11 +28,12 @@ mod tests;
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::{get_mut, lock};
+use vgpu_transport::lock::{Guard, get_mut, lock_at};
 
+use crate::lock::Rank;
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
@@ -67,8 +68,8 @@ impl WeightRegion {
     }
 
     /// Under this lock the uses of the base are locked, and copies are charged to the account.
-    fn state(&self) -> MutexGuard<'_, WeightRegionState> {
-        lock(&self.state)
+    fn state(&self) -> Guard<'_, WeightRegionState> {
+        lock_at(Rank::Segments, &self.state)
     }
 
     fn size(&self) -> u64 {

@@ -7,15 +7,16 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys;
 use vgpu_engine::EngineError;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock_at};
 
 use super::kernels::Kernels;
 use super::stream::Stream;
 use crate::device::{GraphExecId, Launch};
+use crate::lock::Rank;
 
 /// The instantiated graphs of a GPU.
 pub(super) struct Graphs {
@@ -75,8 +76,8 @@ impl Graphs {
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        lock(&self.table)
+    fn table(&self) -> Guard<'_, Table> {
+        lock_at(Rank::Graphs, &self.table)
     }
 
     /// Calls `body` with the node parameters of a launch.

@@ -6,12 +6,13 @@ use cudarc::driver::sys::{self, CUresult};
 use tracing::{error, warn};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, lock_at};
 
 use super::error::GpuError;
 use super::host_memory::HostMemory;
 use super::stream::Stream;
 use crate::device::{Address, MappedHostMemory};
+use crate::lock::Rank;
 
 /// Bytes of page-locked memory that small uploads pass through, so that the caller need not wait
 /// for the copy.
@@ -197,7 +198,7 @@ impl DeviceMemory {
             })?;
             return self.stream.synchronize();
         }
-        let mut staging = lock(&self.staging);
+        let mut staging = lock_at(Rank::Staging, &self.staging);
         if staging.next + len > STAGING_BYTES {
             // Copies may still read the buffer.
             self.stream.synchronize()?;

@@ -31,8 +31,11 @@ impl ReportedReasons {
             .map(|(op, why)| format!("{op}: {why}"))
             .collect();
         let reasons = reasons.join("; ");
-        let mut logged = lock(&self.0);
-        if ends.is_empty() || logged.len() >= MAX_REPORTED || logged.contains(&reasons) {
+        let is_new = !ends.is_empty() && {
+            let mut logged = lock(&self.0);
+            logged.len() < MAX_REPORTED && logged.insert(reasons.clone())
+        };
+        if !is_new {
             debug!(
                 "a plan of {launches} launches runs as {all}, {steps} of them megakernels {reasons}"
             );
@@ -42,6 +45,5 @@ impl ReportedReasons {
             "a plan of {launches} launches runs as {all}, {steps} of them megakernels; \
              outside megakernels: {reasons}"
         );
-        logged.insert(reasons);
     }
 }

@@ -3,13 +3,14 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::lock_at;
 
 use super::CudaPlan;
 use super::split::{Split, failure};
 use crate::batch::{BatchState, MAX_BATCH, Member, Owners, passed};
 use crate::context::ExecutionContext;
 use crate::graph_exec::{Failure, LaunchSequence};
+use crate::lock::Rank;
 use vgpu_engine::{BatchGroup, EngineError, Plan as _, RunError, RunStatus, Turn};
 
 impl CudaPlan {
@@ -127,7 +128,7 @@ impl Batch<'_, '_> {
             self.fail_all(&error, |_| 0);
             return RunStatus::Done;
         }
-        let mut state = lock(&group.state);
+        let mut state = lock_at(Rank::Batch, &group.state);
         let mut status = RunStatus::Done;
         loop {
             let active = self.active();

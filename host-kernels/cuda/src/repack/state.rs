@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
+use crate::lock::Rank;
 use crate::repack::format::RepackFormat;
 
 use vgpu_engine::EngineError;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock_at};
 
 /// The most tensors of a memory that are tracked. Models have a few thousand.
 const MAX_TENSORS: usize = 1 << 16;
@@ -72,8 +73,8 @@ impl RepackState {
     }
 
     /// The table, locked.
-    pub(crate) fn state(&self) -> MutexGuard<'_, RepackedTensors> {
-        lock(&self.state)
+    pub(crate) fn state(&self) -> Guard<'_, RepackedTensors> {
+        lock_at(Rank::Repacked, &self.state)
     }
 }
 

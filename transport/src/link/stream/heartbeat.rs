@@ -4,12 +4,12 @@
 //! again and again would have many.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 
 use super::framing::{FrameKind, Framing, SharedFraming};
 use crate::fork::PerProcess;
-use crate::lock::{lock, try_lock};
+use crate::lock::{Guard, lock, try_lock};
 use crate::shm::liveness::PERIOD;
 
 /// The links with a heartbeat.
@@ -19,7 +19,7 @@ type Links = Vec<Weak<Mutex<Framing>>>;
 /// the thread, and starts one of its own.
 static LINKS: PerProcess<Mutex<Option<Links>>> = PerProcess::new();
 
-fn links() -> MutexGuard<'static, Option<Links>> {
+fn links() -> Guard<'static, Option<Links>> {
     let links = LINKS.get_or_init(Mutex::default);
     lock(links)
 }
