@@ -3,10 +3,17 @@
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd as _, OwnedFd, RawFd};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags};
 
 use crate::error::LinkError;
+use crate::poll::poll;
+
+/// The nanoseconds of a second.
+const NANOS: u64 = 1_000_000_000;
 
 /// A peer's credentials, as the kernel reports them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,11 +63,41 @@ pub fn of(socket: impl AsFd) -> Result<PeerCredentials, LinkError> {
 }
 
 /// The process that connected to `socket`, as a descriptor that becomes readable when the process
-/// ends. `None` on Linux before 6.5 (`SO_PEERPIDFD`), or if the process has ended already: the
-/// socket alone then shows the end.
-pub(super) fn process(socket: &OwnedFd) -> Option<OwnedFd> {
+/// ends. `known` are the credentials of the socket, which the host has read at the time `known_at`
+/// since the machine started, or before.
+///
+/// Linux before 6.5 has no `SO_PEERPIDFD`: the process is found by its id. Another process may have
+/// that id meanwhile, and is not taken for the peer if it started after `known_at`, and a tick of
+/// the kernel (10 ms) or more after it. One that started between the connection and that time
+/// cannot be told from the peer: the kernel would have to give out all other ids first.
+///
+/// `None` if the process has ended already, or if the sandbox of this process allows no look at
+/// others: the socket alone then shows the end.
+pub(super) fn process(
+    socket: &OwnedFd,
+    known: PeerCredentials,
+    known_at: Duration,
+) -> Option<OwnedFd> {
+    match by_socket(socket) {
+        Err(Errno::NOPROTOOPT) => by_id(known.pid, known_at),
+        known => known.ok(),
+    }
+}
+
+/// The time since the machine started, by the clock of [`started_at`].
+pub(super) fn now() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
+}
+
+/// The process that connected to `socket` (`SO_PEERPIDFD`).
+fn by_socket(socket: &OwnedFd) -> Result<OwnedFd, Errno> {
     /// `SO_PEERPIDFD` of `asm-generic/socket.h`, which x86-64 and AArch64 use.
     const SO_PEERPIDFD: libc::c_int = 77;
+    #[cfg(test)]
+    if tests::IS_OLD_KERNEL.get() {
+        return Err(Errno::NOPROTOOPT);
+    }
     let (mut process, mut len): (RawFd, _) = (-1, size_of::<RawFd>() as libc::socklen_t);
     // SAFETY: the pointers refer to a local integer and to its length, and both outlive the call.
     let result = unsafe {
@@ -72,9 +109,39 @@ pub(super) fn process(socket: &OwnedFd) -> Option<OwnedFd> {
             &raw mut len,
         )
     };
+    if result != 0 {
+        let error = io::Error::last_os_error();
+        return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
+    }
+    if process < 0 {
+        return Err(Errno::SRCH);
+    }
     // SAFETY: the kernel has opened the descriptor for this call, close-on-exec, and nobody else
     // knows it.
-    (result == 0 && process >= 0).then(|| unsafe { OwnedFd::from_raw_fd(process) })
+    Ok(unsafe { OwnedFd::from_raw_fd(process) })
+}
+
+/// The process with the id `pid`, unless it started after `known_at`.
+fn by_id(pid: i32, known_at: Duration) -> Option<OwnedFd> {
+    let id = Pid::from_raw(pid)?;
+    let process = rustix::process::pidfd_open(id, PidfdFlags::empty()).ok()?;
+    let started = started_at(pid)?;
+    // A process that runs after its start was read has had the id all the time.
+    let mut end = [PollFd::new(&process, PollFlags::IN)];
+    poll(&mut end, Duration::ZERO).ok()?;
+    let is_running = end[0].revents().is_empty();
+    (is_running && started <= known_at).then_some(process)
+}
+
+/// When the process with this id started, rounded down to a tick of the kernel, as the time since
+/// the machine started (field 22 of `/proc/PID/stat`).
+fn started_at(pid: i32) -> Option<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, field 2, is in parentheses, and may have any characters.
+    let (_, rest) = stat.rsplit_once(')')?;
+    let ticks: u64 = rest.split_ascii_whitespace().nth(19)?.parse().ok()?;
+    let tick = NANOS / rustix::param::clock_ticks_per_second().max(1);
+    Some(Duration::from_nanos(ticks.saturating_mul(tick)))
 }
 
 /// A datagram, with the process that has sent it.
@@ -163,12 +230,83 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<Datagram> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixDatagram;
+    use std::cell::Cell;
+    use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+    use std::process::{Child, Command, Stdio};
 
     use rustix::net::SendFlags;
 
     use super::*;
     use crate::link::scm_rights;
+    use crate::shm::doorbell::{Doorbell as _, EventDoorbell, Wake, new_eventfd};
+
+    /// A process that waits for the end of its standard input, in an ordinary name.
+    fn waiting() -> Child {
+        let mut command = Command::new("cat");
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        command.spawn().expect("cat")
+    }
+
+    #[test]
+    fn peer_is_found_by_its_id_where_the_kernel_knows_no_other_way() {
+        let mut peer = waiting();
+        let pid = peer.id() as i32;
+        let process = by_id(pid, now()).expect("it runs");
+        // The session's doorbell shows the end, although somebody holds the socket.
+        let (ours, _held) = UnixStream::pair().unwrap();
+        let [own, other] = [(); 2].map(|()| new_eventfd().unwrap());
+        let doorbell = EventDoorbell::new(own, other, Some(ours.into())).watching(Some(process));
+        assert_eq!(doorbell.wait(Duration::ZERO), Ok(Wake::Look));
+        peer.kill().unwrap();
+        assert_eq!(doorbell.wait(Duration::from_secs(60)), Ok(Wake::PeerGone));
+        // It is there until its parent has asked for its status, and does not run.
+        assert!(by_id(pid, now()).is_none(), "it has ended");
+        peer.wait().unwrap();
+        assert!(by_id(pid, now()).is_none(), "nobody has the id");
+        assert!(by_id(0, now()).is_none(), "a process of another namespace");
+    }
+
+    /// The id of the peer belongs to another process, which started after the connection.
+    #[test]
+    fn another_process_with_the_id_of_the_peer_is_not_taken_for_it() {
+        let connected_at = now();
+        // A tick of the kernel's clock, by which starts are rounded.
+        std::thread::sleep(Duration::from_millis(30));
+        let mut other = waiting();
+        let pid = other.id() as i32;
+        assert!(started_at(pid).unwrap() > connected_at);
+        assert!(by_id(pid, connected_at).is_none());
+        assert!(by_id(pid, now()).is_some());
+        other.kill().unwrap();
+        other.wait().unwrap();
+        // The name of a process may look like the fields after it.
+        let own = std::process::id() as i32;
+        assert!(started_at(own).unwrap() <= now() && started_at(own).unwrap() > Duration::ZERO);
+    }
+
+    thread_local! {
+        /// Whether the kernel of this thread is one before Linux 6.5.
+        pub(super) static IS_OLD_KERNEL: Cell<bool> = const { Cell::new(false) };
+    }
+
+    #[test]
+    fn peer_of_a_socket_is_the_process_that_has_connected() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let _guest = UnixStream::connect(&path).unwrap();
+        let socket = OwnedFd::from(listener.accept().unwrap().0);
+        let known = of(&socket).unwrap();
+        assert_eq!(known.pid.cast_unsigned(), std::process::id());
+        for is_old in [false, true] {
+            IS_OLD_KERNEL.set(is_old);
+            let process = process(&socket, known, now()).expect("it runs");
+            let info = format!("/proc/self/fdinfo/{}", process.as_raw_fd());
+            let info = std::fs::read_to_string(info).unwrap();
+            let id = format!("Pid:\t{}", known.pid);
+            assert!(info.lines().any(|line| line == id), "{info}");
+        }
+    }
 
     #[test]
     fn datagrams_come_with_their_sender_and_a_file() {

@@ -47,6 +47,8 @@ impl Default for ListenOptions {
 pub struct Arrival {
     socket: OwnedFd,
     peer: PeerCredentials,
+    /// When the kernel has told `peer`, at the latest: the time since the machine started.
+    known_at: Duration,
     options: ListenOptions,
 }
 
@@ -88,6 +90,7 @@ impl Arrival {
     /// [`LinkError::System`] when the kernel does not tell the guest's credentials.
     pub fn from_socket(socket: OwnedFd, options: ListenOptions) -> Result<Arrival, LinkError> {
         Ok(Arrival {
+            known_at: credentials::now(),
             peer: credentials::of(&socket)?,
             socket,
             options,
@@ -163,7 +166,7 @@ impl Arrival {
         liveness::start(&window).map_err(LinkError::io("starting the heartbeat thread"))?;
         let files = self.socket.try_clone().ok().map(Files::of_host);
         // A child that the guest's process has forked may keep the socket open.
-        let process = credentials::process(&self.socket);
+        let process = credentials::process(&self.socket, self.peer, self.known_at);
         let doorbell =
             EventDoorbell::new(host_bell, guest_bell, Some(self.socket)).watching(process);
         let host = WindowHost::new(window, &layout, Box::new(doorbell), None);
