@@ -4,28 +4,35 @@
 //! The parent's session goes on undisturbed. In the child every graph of the parent's session fails
 //! with an error status, every read gives not-a-number, and the next load opens a session of the
 //! child's own. This program starts itself once for each case and link, because the plugin and the
-//! environment belong to a process.
+//! environment belong to a process. Over TCP, also with TLS, the host knows no process of its peer.
 
 mod common;
 #[path = "common/ggml.rs"]
 mod ggml;
 
 use std::ffi::{c_char, c_int, c_void};
+use std::io::{PipeReader, PipeWriter, Read as _, Write as _};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use std::{env, thread};
+use std::{env, fs, io, thread};
 
 use ggml::{Backend, Buffer, F32, Ggml, Graph, HostBuffer};
 use ggml_vgpu::abi::{
     GGML_STATUS_FAILED, GGML_STATUS_SUCCESS, ggml_cgraph, ggml_status, ggml_tensor,
 };
+use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 use tempfile::TempDir;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Session, StopFlag};
-use vgpu_transport::link::unix::{ListenOptions, Listener};
+use vgpu_transport::link::HostEnd;
+use vgpu_transport::link::connect::CERTIFICATES;
+use vgpu_transport::link::stream::tcp;
+use vgpu_transport::link::stream::tls::{AUTHORITY, CERTIFICATE, Certificates, KEY};
+use vgpu_transport::link::unix;
 
 /// The case that a second process runs.
 const CASE: &str = "VGPU_TEST_CASE";
@@ -38,7 +45,7 @@ const HANG: u32 = 60;
 
 type Case = fn();
 
-const CASES: [(&str, Case); 4] = [
+const CASES: [(&str, Case); 5] = [
     ("both_sides_of_a_fork_compute", both_sides_of_a_fork_compute),
     (
         "fork_while_other_threads_use_the_session",
@@ -51,6 +58,10 @@ const CASES: [(&str, Case); 4] = [
     (
         "session_does_not_outlive_exec",
         session_does_not_outlive_exec,
+    ),
+    (
+        "session_of_a_killed_parent_ends_although_its_child_lives",
+        session_of_a_killed_parent_ends_although_its_child_lives,
     ),
 ];
 
@@ -65,20 +76,28 @@ fn main() {
     let filter = env::args().skip(1).find(|arg| !arg.starts_with('-'));
     let executor = Executor::start();
     for (name, _) in CASES {
-        for endpoint in [executor.endpoint(), "inproc".to_owned()] {
+        for (endpoint, certificates) in executor.endpoints() {
             if filter.as_ref().is_some_and(|filter| !name.contains(filter)) {
                 continue;
             }
             let mut program = Command::new(env::current_exe().expect("a path"));
             program.env(CASE, name).env("VGPU_ENDPOINT", &endpoint);
+            match certificates {
+                Some(folder) => program.env(CERTIFICATES, executor.folder.path().join(folder)),
+                None => program.env_remove(CERTIFICATES),
+            };
+            let link = match certificates {
+                Some(_) => format!("{endpoint} with TLS"),
+                None => endpoint,
+            };
             let status = program.status().expect("the test starts itself");
-            assert!(status.success(), "{name} over {endpoint}: {status}");
-            println!("test {name} over {endpoint} ... ok");
+            assert!(status.success(), "{name} over {link}: {status}");
+            println!("test {name} over {link} ... ok");
         }
     }
     // The sessions of the parents end with them, those of the children with the children.
-    let sessions = executor.sessions.load(Ordering::Relaxed);
-    while filter.is_none() && executor.ended.load(Ordering::Relaxed) < sessions {
+    let sessions = executor.served.sessions.load(Ordering::Relaxed);
+    while filter.is_none() && executor.served.ended.load(Ordering::Relaxed) < sessions {
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -86,54 +105,147 @@ fn main() {
 /// The name of the executor's socket.
 const SOCKET: &str = "vgpu.sock";
 
-/// An executor in this process.
+/// The folders of certificates of host and guest.
+const HOST: &str = "host";
+const GUEST: &str = "guest";
+
+/// The address of the executor over TCP.
+const ADDRESS: &str = "127.0.0.1";
+
+/// The device's memory in bytes.
+const MEMORY: u64 = 256 << 20;
+
+/// An executor in this process, over a Unix socket, TCP and TCP with TLS.
 struct Executor {
-    /// The folder of the socket.
+    /// The folder of the socket and of the certificates.
     folder: TempDir,
-    sessions: Arc<AtomicU64>,
-    ended: Arc<AtomicU64>,
+    /// The ports of TCP, without and with TLS.
+    ports: [u16; 2],
+    served: Arc<Served>,
+}
+
+/// The sessions of an executor.
+struct Served {
+    engine: Arc<dyn Engine>,
+    sessions: AtomicU64,
+    ended: AtomicU64,
+}
+
+impl Served {
+    /// Serves each guest whose end `accept` returns the handshake of, on a thread.
+    fn serve<H>(self: &Arc<Self>, mut accept: impl FnMut() -> Option<H> + Send + 'static)
+    where
+        H: FnOnce() -> Box<dyn HostEnd> + Send + 'static,
+    {
+        let served = Arc::clone(self);
+        thread::spawn(move || {
+            loop {
+                let Some(handshake) = accept() else { continue };
+                let served = Arc::clone(&served);
+                let id = served.sessions.fetch_add(1, Ordering::Relaxed) + 1;
+                thread::spawn(move || {
+                    let mut host = handshake();
+                    Session::new(id, Arc::clone(&served.engine), Limits::default())
+                        .run(&mut *host, &StopFlag::new());
+                    served.ended.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+        });
+    }
 }
 
 impl Executor {
     fn start() -> Executor {
+        const WAIT: Duration = Duration::from_secs(1);
         let folder = tempfile::tempdir().expect("a new folder");
+        write_certificates(folder.path());
+        let served = Arc::new(Served {
+            engine: Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("a CPU engine")),
+            sessions: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+        });
         let path = folder.path().join(SOCKET);
-        let listener = Listener::bind(&path, ListenOptions::default()).expect("a free path");
-        let engine: Arc<dyn Engine> =
-            Arc::new(CpuEngine::new(1, Some(256 << 20)).expect("a CPU engine"));
-        let (sessions, ended) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
-        let counts = (Arc::clone(&sessions), Arc::clone(&ended));
-        thread::spawn(move || {
-            loop {
-                let arrival = listener.accept(Duration::from_secs(1)).expect("a socket");
-                let Some(arrival) = arrival else { continue };
-                let (engine, ended) = (Arc::clone(&engine), Arc::clone(&counts.1));
-                let id = counts.0.fetch_add(1, Ordering::Relaxed) + 1;
-                thread::spawn(move || {
-                    let mut host = arrival.handshake().expect("a guest");
-                    Session::new(id, engine, Limits::default()).run(&mut host, &StopFlag::new());
-                    ended.fetch_add(1, Ordering::Relaxed);
-                });
-            }
+        let listener = unix::Listener::bind(&path, unix::ListenOptions::default());
+        let listener = listener.expect("a free path");
+        served.serve(move || {
+            let arrival = listener.accept(WAIT).expect("a socket")?;
+            Some(move || Box::new(arrival.handshake().expect("a guest")) as Box<dyn HostEnd>)
+        });
+        let certificates = Certificates::load(&folder.path().join(HOST)).expect("certificates");
+        let ports = [None, Some(certificates)].map(|certificates| {
+            let listener = tcp::Listener::bind(ADDRESS, 0, certificates).expect("a free port");
+            let port = listener.address().expect("an address").port();
+            served.serve(move || {
+                let arrival = listener.accept(WAIT).expect("a socket")?;
+                Some(move || {
+                    let limit = Duration::from_secs(HANG.into());
+                    Box::new(arrival.handshake(limit).expect("a guest")) as Box<dyn HostEnd>
+                })
+            });
+            port
         });
         Executor {
             folder,
-            sessions,
-            ended,
+            ports,
+            served,
         }
     }
 
-    fn endpoint(&self) -> String {
-        format!("unix:{}", self.folder.path().join(SOCKET).display())
+    /// The endpoints of guests, with the folder of their certificates.
+    fn endpoints(&self) -> [(String, Option<&'static str>); 4] {
+        let [tcp, tls] = self.ports.map(|port| format!("tcp:{ADDRESS}:{port}"));
+        let socket = self.folder.path().join(SOCKET);
+        [
+            (format!("unix:{}", socket.display()), None),
+            (tcp, None),
+            (tls, Some(GUEST)),
+            (INPROC.to_owned(), None),
+        ]
+    }
+}
+
+/// The endpoint of an executor inside the plugin.
+const INPROC: &str = "inproc";
+
+/// Writes certificates of one authority for both sides into folders below `folder`.
+fn write_certificates(folder: &Path) {
+    let mut params = CertificateParams::new(Vec::new()).expect("no name");
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate().expect("a key");
+    let authority = params.self_signed(&key).expect("a certificate").pem();
+    let issuer = rcgen::Issuer::new(params, key);
+    for (side, usage) in [
+        (HOST, ExtendedKeyUsagePurpose::ServerAuth),
+        (GUEST, ExtendedKeyUsagePurpose::ClientAuth),
+    ] {
+        let mut params = CertificateParams::new(vec![ADDRESS.to_owned()]).expect("an address");
+        params.extended_key_usages = vec![usage];
+        let key = KeyPair::generate().expect("a key");
+        let certificate = params.signed_by(&key, &issuer).expect("a certificate");
+        let folder = folder.join(side);
+        fs::create_dir(&folder).expect("a new folder");
+        for (name, content) in [
+            (AUTHORITY, &authority),
+            (CERTIFICATE, &certificate.pem()),
+            (KEY, &key.serialize_pem()),
+        ] {
+            fs::write(folder.join(name), content).expect("a new file");
+        }
     }
 }
 
 /// The log lines about graphs that were not computed.
 static NOT_COMPUTED: AtomicU64 = AtomicU64::new(0);
 
+/// Those of them that name the parent.
+static OF_PARENT: AtomicU64 = AtomicU64::new(0);
+
 extern "C" fn count_line(_: c_int, line: *const c_char, _: *mut c_void) {
-    if ggml::text(line).contains("not computed") {
+    let line = ggml::text(line);
+    if line.contains("not computed") {
         NOT_COMPUTED.fetch_add(1, Ordering::Relaxed);
+        let is_of_parent = line.contains("belongs to the parent of this forked process");
+        OF_PARENT.fetch_add(is_of_parent.into(), Ordering::Relaxed);
     }
 }
 
@@ -197,12 +309,12 @@ impl Model {
     }
 }
 
-/// Runs `child` in a forked child, `parent` in this process meanwhile, and returns whether both
-/// have returned `true`. `parent` is called until the child ends, and [`ROUNDS`] times at least.
-fn fork(child: impl FnOnce() -> bool, mut parent: impl FnMut(usize) -> bool) -> bool {
+/// Runs `child` in a forked child, which ends with status 0 if `child` returns `true`. Returns the
+/// id of the process.
+fn start_child(child: impl FnOnce() -> bool) -> libc::pid_t {
     // SAFETY: the child runs what a forked program with this plugin runs, and leaves with `_exit`.
     let id = unsafe { libc::fork() };
-    assert!(id >= 0, "{}", std::io::Error::last_os_error());
+    assert!(id >= 0, "{}", io::Error::last_os_error());
     if id == 0 {
         // SAFETY: takes a number.
         unsafe { libc::alarm(HANG) };
@@ -210,6 +322,21 @@ fn fork(child: impl FnOnce() -> bool, mut parent: impl FnMut(usize) -> bool) -> 
         // SAFETY: ends the child without the exit handlers that belong to the parent.
         unsafe { libc::_exit(i32::from(!is_right.unwrap_or(false))) };
     }
+    id
+}
+
+/// The status with which the child `id` ends.
+fn end_of(id: libc::pid_t) -> c_int {
+    let mut status = -1;
+    // SAFETY: the pointer is that of a local.
+    assert_eq!(unsafe { libc::waitpid(id, &raw mut status, 0) }, id);
+    status
+}
+
+/// Runs `child` in a forked child, `parent` in this process meanwhile, and returns whether both
+/// have returned `true`. `parent` is called until the child ends, and [`ROUNDS`] times at least.
+fn fork(child: impl FnOnce() -> bool, mut parent: impl FnMut(usize) -> bool) -> bool {
+    let id = start_child(child);
     let (mut status, mut round, mut is_right) = (-1, 0, true);
     loop {
         is_right &= parent(round);
@@ -252,6 +379,7 @@ fn both_sides_of_a_fork_compute() {
             3,
             "for graphs 1, 10 and 100"
         );
+        assert_eq!(OF_PARENT.load(Ordering::Relaxed), 3, "all name the parent");
         (Ggml::get().event_synchronize)(event);
         (Ggml::get().synchronize)(model.backend.0);
         // The memory is there, and is not that of the parent.
@@ -316,19 +444,7 @@ fn fork_while_other_threads_use_the_session() {
         }
         for round in 0..20 {
             let child = || model.is_failed(1.0) && Model::load().is_right(round as f32);
-            // SAFETY: the child calls the plugin, which is prepared for a fork beside other
-            // threads, and ends with `_exit`.
-            let id = unsafe { libc::fork() };
-            if id == 0 {
-                // SAFETY: takes a number.
-                unsafe { libc::alarm(HANG) };
-                let is_right = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child));
-                // SAFETY: `_exit` takes a number, and runs no code of the parent's threads.
-                unsafe { libc::_exit(i32::from(!is_right.unwrap_or(false))) };
-            }
-            let mut status = -1;
-            // SAFETY: the pointer is that of a local.
-            assert_eq!(unsafe { libc::waitpid(id, &raw mut status, 0) }, id);
+            let status = end_of(start_child(child));
             if status != 0 {
                 ends.store(true, Ordering::Relaxed);
             }
@@ -339,40 +455,44 @@ fn fork_while_other_threads_use_the_session() {
     });
 }
 
-/// How many times the process has called `exec`.
+/// The descriptors of this process that a link may have: sockets, eventfds and memory.
+fn own_links() -> usize {
+    let own = fs::read_dir("/proc/self/fd").expect("procfs");
+    let links = own.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    let names = links.map(|link| link.to_string_lossy().into_owned());
+    let kinds = ["socket:", "eventfd", "memfd:vgpu"];
+    { names.filter(|name| kinds.iter().any(|kind| name.contains(kind))) }.count()
+}
+
+/// Set for the program that `exec` starts: its links before the session.
 const EXECUTED: &str = "VGPU_TEST_EXECUTED";
 
 /// The program calls `exec` while a model is loaded: nothing of the session is in the new program,
 /// which has the same process id and loads a model of its own. `main` waits for the end of each
 /// session, also of the one that nobody has closed.
 fn session_does_not_outlive_exec() {
-    let links = || {
-        let own = std::fs::read_dir("/proc/self/fd").expect("procfs");
-        let links = own.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
-        let names = links.map(|link| link.to_string_lossy().into_owned());
-        // The test's own standard streams may be sockets.
-        let of_link = names.filter(|name| name.contains("eventfd") || name.contains("memfd:vgpu"));
-        of_link.count()
-    };
     let mapped = || {
-        let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
+        let maps = fs::read_to_string("/proc/self/maps").expect("procfs");
         maps.lines()
             .filter(|line| line.contains("memfd:vgpu"))
             .count()
     };
     // SAFETY: takes a number. The alarm stays over `exec`.
     unsafe { libc::alarm(HANG) };
-    if env::var_os(EXECUTED).is_some() {
-        assert_eq!((links(), mapped()), (0, 0), "of the session before `exec`");
+    if let Ok(before) = env::var(EXECUTED) {
+        let now = own_links().to_string();
+        assert_eq!((now, mapped()), (before, 0), "of the session before `exec`");
         let model = Model::load();
         assert!(model.is_right(3.0));
         return;
     }
+    let before = own_links();
     let model = Model::load();
     assert!(model.is_right(1.0));
-    assert!(links() > 0, "the link has descriptors");
+    assert!(own_links() > before, "the link has descriptors");
     let mut program = Command::new(env::current_exe().expect("a path"));
-    let error = std::os::unix::process::CommandExt::exec(program.env(EXECUTED, "1"));
+    program.env(EXECUTED, before.to_string());
+    let error = std::os::unix::process::CommandExt::exec(&mut program);
     panic!("{error}");
 }
 
@@ -395,12 +515,58 @@ fn programs_that_are_started_inherit_no_descriptor() {
         listed.lines().filter(is_link).count()
     };
     let before = inherited();
+    let without = own_links();
     let model = Model::load();
     assert!(model.is_right(1.0));
-    let own = std::fs::read_dir("/proc/self/fd").expect("procfs");
-    let links = own.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
-    let eventfds = links.filter(|link| link.to_string_lossy().contains("eventfd"));
-    assert!(eventfds.count() >= 2, "the link has doorbells");
+    assert!(own_links() > without, "the link has descriptors");
     assert_eq!(inherited(), before);
     assert!(model.is_right(2.0));
+}
+
+/// A program whose session has most of the device's memory is killed, and leaves a forked child
+/// behind. Another program gets the memory while the child lives.
+fn session_of_a_killed_parent_ends_although_its_child_lives() {
+    const ROOM: usize = MEMORY as usize / 8 * 5;
+    if env::var("VGPU_ENDPOINT").is_ok_and(|endpoint| endpoint == INPROC) {
+        return; // the executor ends with the parent
+    }
+    // SAFETY: takes numbers. The child of the child is this process's after its parent's end.
+    unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
+    // SAFETY: takes a number.
+    unsafe { libc::alarm(HANG) };
+    let (mut question, mut ask) = io::pipe().expect("a pipe");
+    let (mut answer, mut say) = io::pipe().expect("a pipe");
+    let byte = |from: &mut PipeReader| {
+        let mut byte = [0];
+        from.read_exact(&mut byte).expect("the child lives");
+        byte[0]
+    };
+    let write = |to: &mut PipeWriter, byte: u8| to.write_all(&[byte]).is_ok();
+    let parent = start_child(|| {
+        let model = Model::load();
+        let _large = Ggml::get().alloc(ROOM).expect("room");
+        assert!(model.is_right(1.0));
+        start_child(|| {
+            write(&mut say, b'r');
+            byte(&mut question);
+            write(&mut say, u8::from(model.is_failed(1.0)))
+        });
+        loop {
+            thread::park();
+        }
+    });
+    assert_eq!(byte(&mut answer), b'r');
+    assert!(Ggml::get().alloc(ROOM).is_none(), "the parent has it");
+    // SAFETY: takes numbers; the process is a child that nobody has waited for.
+    assert_eq!(unsafe { libc::kill(parent, libc::SIGKILL) }, 0);
+    end_of(parent);
+    while Ggml::get().alloc(ROOM).is_none() {
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert!(write(&mut ask, b'?'));
+    assert_eq!(byte(&mut answer), 1, "the child's graphs fail");
+    let mut status = -1;
+    // SAFETY: the pointer is that of a local.
+    assert!(unsafe { libc::waitpid(-1, &raw mut status, 0) } > 0);
+    assert_eq!(status, 0);
 }

@@ -277,7 +277,10 @@ impl Drop for StreamHost {
 #[cfg(test)]
 mod tests {
     use std::io::{Read as _, Write as _};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
+    use std::process::{Command, Stdio};
     use std::thread;
 
     use super::super::channel::Plain;
@@ -414,6 +417,45 @@ mod tests {
             assert_eq!(silence.is_some(), has_heartbeat);
             assert!(silence.is_none_or(|silence| silence >= host.silence));
         }
+    }
+
+    /// A program is killed whose child holds the socket of the link, as a child of a bare `clone`
+    /// does. Over TCP the host knows no process, and the socket stays open.
+    #[test]
+    fn killed_guest_whose_child_holds_the_socket_falls_silent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let guest = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (near, _) = listener.accept().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let mut host = StreamHost::new(Box::new(Plain::new(near))).unwrap();
+        let frame: String = heartbeat()
+            .iter()
+            .map(|byte| format!("\\{byte:03o}"))
+            .collect();
+        let beats = format!("exec 3<&0; cat <&3 & while :; do printf '{frame}'; sleep 0.02; done");
+        let mut program = Command::new("sh")
+            .args(["-c", &beats])
+            .stdin(Stdio::piped())
+            .stdout(OwnedFd::from(guest))
+            .spawn()
+            .unwrap();
+        let mut child = program.stdin.take().unwrap();
+        host.silence = Duration::from_secs(2);
+        let mut receive = || host.receive(&mut Vec::new(), Duration::from_millis(20));
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(4) {
+            assert_eq!(receive().map(|got| got.is_none()), Ok(true), "it lives");
+        }
+        program.kill().unwrap();
+        program.wait().unwrap();
+        let error = loop {
+            match receive() {
+                Ok(None) => assert!(start.elapsed() < WAIT, "it lives on with its child"),
+                other => break other.map(drop).unwrap_err(),
+            }
+        };
+        assert_eq!(error, LinkError::Stalled { seconds: 2 }, "not closed");
+        child.write_all(b"x").expect("the child lives");
     }
 
     #[test]
