@@ -3,31 +3,40 @@
 mod common;
 mod machine;
 
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use vfio_user::Client;
 use vgpu_executor::listener::GuestListener as _;
 use vgpu_executor::vm::{VfioUserConnections, VfioUserListener};
 use vgpu_executor::{Limits, Server};
 use vgpu_gguf::Rng;
-use vgpu_transport::link::pci::{DOORBELL, directory};
+use vgpu_transport::link::pci::discover::all;
+use vgpu_transport::link::pci::{DOORBELL, connect as connect_program, directory};
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
+use vgpu_transport::wire::{Reply, Request};
 
-use common::{OtherGuest, cpu};
+use common::{Guest, MEMORY, OtherGuest, TIMEOUT, cpu};
 use machine::{Dir, Machine, wait_for};
 
 const CONFIG: u32 = 7;
 
 fn executor(socket: &Path) -> Server {
+    executor_with(socket, 0)
+}
+
+/// An executor that ends sessions after so many seconds without a heartbeat. 0: never.
+fn executor_with(socket: &Path, silence: u64) -> Server {
     let mut server = Server::new(cpu(), Limits::default(), 64).expect("a thread");
-    let options = format!("a,socket={},window=64M,silence=0", socket.display());
+    let options = format!("a,socket={},window=64M,silence={silence}", socket.display());
     let listener = VfioUserListener::open(options.parse().unwrap()).unwrap();
     server.listen(listener).unwrap();
     server
@@ -243,6 +252,198 @@ fn end_of_a_hypervisor_ends_its_sessions_and_a_reset_of_the_device_does_not() {
     wait_for_sessions(&server, 0);
     drop(guest);
     hypervisor.end();
+}
+
+/// The folder of the devices of a machine, for a second process of this test program.
+const DEVICES: &str = "VGPU_TEST_DEVICES";
+
+/// Bytes that a program of a machine takes; the engine has them for one program only.
+const MUCH: u64 = MEMORY / 4 * 3;
+
+/// Takes memory, and reads it for each line on the standard input. Opens a new session when it has
+/// lost the last one.
+#[test]
+#[ignore = "a second process of other tests"]
+fn program_of_a_machine() {
+    let Some(devices) = std::env::var_os(DEVICES) else {
+        return;
+    };
+    let devices = Path::new(&devices);
+    let open = || {
+        let end = connect_program(devices, all(devices)[0].address, TIMEOUT).expect("a slot");
+        let mut guest = Guest::new(Box::new(end));
+        guest.hello();
+        let buffer = guest.alloc(MUCH);
+        (guest, buffer)
+    };
+    let (mut guest, mut buffer) = open();
+    println!("\nready");
+    for _ in std::io::stdin().lines() {
+        let (mut message, mut bytes) = (Vec::new(), [1; 4]);
+        let (offset, len) = (0, 4);
+        let request = Request::Read {
+            buffer,
+            offset,
+            len,
+        };
+        request.encode(guest.protocol, &mut message);
+        let sent = guest.end.send(&message, (&[][..]).into());
+        message.clear();
+        let end = &mut guest.end;
+        match sent.and_then(|_| end.receive(&mut message, bytes.as_mut_slice().into())) {
+            Ok(_) => println!("has read {bytes:?}"),
+            Err(error) => {
+                println!("has lost its session: {error}");
+                (guest, buffer) = open();
+            }
+        }
+    }
+}
+
+/// A program of a machine in a process of its own.
+struct Program {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    fn start(machine: &Machine) -> Program {
+        let mut child = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", "program_of_a_machine"])
+            .args(["--ignored", "--nocapture"])
+            .env(DEVICES, &machine.sysfs.0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("this program");
+        let input = child.stdin.take().expect("a pipe");
+        let output = BufReader::new(child.stdout.take().expect("a pipe"));
+        let mut program = Program {
+            child,
+            input,
+            output,
+        };
+        while program.line() != "ready" {}
+        program
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        let len = self.output.read_line(&mut line).expect("text");
+        assert!(len > 0, "the program has ended");
+        line.trim_end().to_owned()
+    }
+
+    /// What the program says after a read.
+    fn reads(&mut self) -> String {
+        self.input.write_all(b"\n").expect("a program");
+        self.line()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).expect("a program");
+    }
+
+    fn end(mut self) {
+        self.child.kill().expect("a child");
+        self.child.wait().expect("a child");
+    }
+}
+
+/// The guest reboots: its programs end without a word, and the hypervisor resets the device. The
+/// first program afterwards that needs the memory gets it.
+#[test]
+fn reboot_of_a_machine_leaves_sessions_whose_memory_the_next_program_gets() {
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    // Silence never ends a session.
+    let server = executor(&socket);
+    let hypervisor = Hypervisor::start(&socket);
+    hypervisor
+        .client()
+        .region_write(CONFIG, 0x04, &[2])
+        .unwrap();
+    Program::start(&hypervisor.machine).end();
+    hypervisor.client().reset().unwrap();
+    assert_eq!(config(&mut hypervisor.client(), 0x04), 0, "memory is off");
+    assert_eq!(server.sessions().len(), 1, "a reset ends no session");
+    let mut next = hypervisor.machine.guest();
+    let buffer = next.new_buffer();
+    let size = MUCH;
+    wait_for("the memory of the program before the reboot", || {
+        let reply = next.ask(&Request::Alloc { buffer, size });
+        matches!(reply, Reply::Done { .. })
+    });
+    assert_eq!(server.sessions().len(), 1);
+    drop(next);
+    hypervisor.end();
+    wait_for_sessions(&server, 0);
+}
+
+/// A process that is stopped, as all programs of a paused machine are. The hypervisor stays
+/// connected meanwhile.
+#[test]
+fn paused_machine_keeps_its_sessions_for_the_silence_and_loses_them_after() {
+    const SILENCE: u64 = 5;
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let server = executor_with(&socket, SILENCE);
+    let hypervisor = Hypervisor::start(&socket);
+    let mut program = Program::start(&hypervisor.machine);
+    assert_eq!(program.reads(), "has read [0, 0, 0, 0]");
+
+    program.signal(Signal::STOP);
+    thread::sleep(Duration::from_secs(SILENCE / 2));
+    program.signal(Signal::CONT);
+    assert_eq!(program.reads(), "has read [0, 0, 0, 0]");
+    assert_eq!(server.sessions().len(), 1);
+
+    program.signal(Signal::STOP);
+    wait_for_sessions(&server, 0);
+    program.signal(Signal::CONT);
+    let lost = program.reads();
+    assert!(lost.starts_with("has lost its session"), "{lost}");
+    assert_eq!(program.reads(), "has read [0, 0, 0, 0]", "in a new one");
+    program.end();
+    hypervisor.end();
+}
+
+/// The device says in no way that its state can be saved, and a hypervisor that asks for it all the
+/// same is disconnected, with its sessions: it would save a machine without the window's contents.
+#[test]
+fn hypervisor_finds_no_migration_and_is_disconnected_if_it_asks_for_it() {
+    /// `VFIO_USER_DEVICE_FEATURE` of the protocol, by which a device is migrated.
+    const FEATURE: u16 = 16;
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let server = executor(&socket);
+    let mut hypervisor = connect(&socket);
+    let mut head = [0; 20];
+    hypervisor.read_exact(&mut head).unwrap();
+    let size = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
+    let mut text = vec![0; size as usize - head.len()];
+    hypervisor.read_exact(&mut text).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert!(
+        text.contains("capabilities") && !text.contains("migration"),
+        "{text}"
+    );
+    // Asks whether the device can be stopped and copied (VFIO_DEVICE_FEATURE_MIGRATION, get).
+    let request = [
+        2u16.to_le_bytes().to_vec(),
+        FEATURE.to_le_bytes().to_vec(),
+        32u32.to_le_bytes().to_vec(),
+        vec![0; 8],
+        16u32.to_le_bytes().to_vec(),
+        0x0001_0001u32.to_le_bytes().to_vec(),
+        vec![0; 8],
+    ];
+    hypervisor.write_all(&request.concat()).unwrap();
+    assert_eq!(hypervisor.read(&mut [0; 64]).unwrap(), 0, "disconnected");
+    // The next one gets a device.
+    wait_for("a device", || Client::new(&socket).is_ok());
+    assert!(server.sessions().is_empty());
 }
 
 /// After each event every program of the machine computes, and the executor has a session for each

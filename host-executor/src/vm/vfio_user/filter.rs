@@ -72,26 +72,52 @@ pub(super) fn run(hypervisor: &UnixStream, device: &UnixStream) -> io::Result<()
                 return Ok(());
             };
             check(&message, is_negotiated).map_err(io::Error::other)?;
-            is_negotiated = true;
             (&*device).write_all(&message)?;
+            if !is_negotiated {
+                is_negotiated = true;
+                let Some(mut versions) = receive(device)? else {
+                    return Ok(());
+                };
+                hide_migration(&mut versions);
+                (&*hypervisor).write_all(&versions)?;
+            }
         }
     }
 }
 
-/// Reads a message of the hypervisor, and closes its files. `None`: the hypervisor has
-/// disconnected.
-fn receive(hypervisor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
+/// Replaces the capability of migration by spaces in the answer to the version negotiation. The
+/// crate always has it, although nothing of the device can be saved: a hypervisor that reads the
+/// capability could take the device for one that can be migrated.
+fn hide_migration(versions: &mut [u8]) {
+    const KEY: &[u8] = b"\"migration\":{";
+    let Some(mut start) = versions.windows(KEY.len()).position(|part| part == KEY) else {
+        return;
+    };
+    let Some(len) = versions[start..].iter().position(|byte| *byte == b'}') else {
+        return;
+    };
+    let mut end = start + len + 1;
+    if start > 0 && versions[start - 1] == b',' {
+        start -= 1;
+    } else if versions.get(end) == Some(&b',') {
+        end += 1;
+    }
+    versions[start..end].fill(b' ');
+}
+
+/// Reads a message of one side, and closes its files. `None`: the side has disconnected.
+fn receive(side: &UnixStream) -> io::Result<Option<Vec<u8>>> {
     let mut message = vec![0; HEAD];
     let mut got = 0;
     while got < HEAD {
-        match scm_rights::receive(hypervisor, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
+        match scm_rights::receive(side, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
             0 if got == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             count => got += count,
         }
     }
     message.resize(size(&message).map_err(io::Error::other)?, 0);
-    (&*hypervisor).read_exact(&mut message[HEAD..])?;
+    (&*side).read_exact(&mut message[HEAD..])?;
     Ok(Some(message))
 }
 
@@ -183,6 +209,29 @@ fn pass_back(device: &UnixStream, hypervisor: &UnixStream) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn capability_of_migration_is_hidden_wherever_it_is() {
+        for (said, left) in [
+            (
+                r#"{"a":{"b":1,"migration":{"pgsize":4096}}}"#,
+                r#"{"a":{"b":1}}"#,
+            ),
+            (
+                r#"{"a":{"migration":{"pgsize":1},"b":2}}"#,
+                r#"{"a":{"b":2}}"#,
+            ),
+            (r#"{"a":{"migration":{}}}"#, r#"{"a":{}}"#),
+            (r#"{"a":{"b":1}}"#, r#"{"a":{"b":1}}"#),
+            (r#"{"migration":{"#, r#"{"migration":{"#),
+        ] {
+            let mut bytes = said.as_bytes().to_vec();
+            hide_migration(&mut bytes);
+            assert_eq!(bytes.len(), said.len());
+            bytes.retain(|byte| *byte != b' ');
+            assert_eq!(String::from_utf8(bytes).unwrap(), left);
+        }
+    }
 
     fn message(command: u16, size: usize) -> Vec<u8> {
         let mut message = vec![0; size];
