@@ -313,6 +313,86 @@ fn session_in_the_queue_ends_with_the_executor_while_the_engine_hangs() {
     drop(holder);
 }
 
+/// The graphs of two guests hang as one batch, and that of a third one waits behind it. The third
+/// session can end; those of the batch end with it, or with the executor.
+#[test]
+fn guests_of_a_batch_that_hangs_wait_for_it_and_others_can_leave() {
+    let engine = HangingEngine::with_batches(2);
+    let limits = Limits {
+        slow: Duration::from_millis(40),
+        turn_time: Some(Duration::from_secs(2)),
+        ..Limits::default()
+    };
+    let host = Host::limited(engine.clone(), limits, 64);
+    let _released = Released(engine.clone());
+    let (mut first, _) = guest_with_graph(&host);
+    let (mut holder, of_holder) = guest_with_graph(&host);
+    let (mut member, of_member) = guest_with_graph(&host);
+    // Both wait while the engine has the graph of the first one, and get the next turn together.
+    engine.hang(&[Call::Launch, Call::Wait]);
+    first.submit(GRAPH);
+    dump_with(
+        &host,
+        "turn: session 1 (guest unix, program test) has the engine",
+    );
+    for (guest, waiting) in [
+        (&mut holder, "; 1 wait for it"),
+        (&mut member, "; 2 wait for it"),
+    ] {
+        guest.submit(GRAPH);
+        dump_with(&host, waiting);
+    }
+    engine.hang(&[Call::Batch]);
+    engine.wait_until_hanging(Call::Batch);
+    let free = engine.memory().free;
+    let (mut queued, _) = guest_with_graph(&host);
+    queued.submit(GRAPH);
+
+    // The dump names the session whose thread has called the engine, and for whom others wait.
+    let text = dump_with(&host, "; session 2 has it; 6 requests received, 5 done");
+    contains_all(
+        &text,
+        &[
+            "turn: session 2 (guest unix, program test) has the engine for",
+            "session 3 (guest unix, program test)",
+        ],
+    );
+    // The session that waits behind the batch ends at once, those of the batch do not.
+    host.server.kill_session(3).expect("the session");
+    host.server.kill_session(4).expect("the session");
+    let reason = answered("the end of the session", move || queued.ended());
+    contains_all(&reason, &["an operator of the host has ended this session"]);
+    let start = std::time::Instant::now();
+    while host.server.sessions().iter().any(|one| one.id == 4) || engine.memory().free < free {
+        assert!(
+            start.elapsed() < TIMEOUT / 3,
+            "{:?}",
+            host.server.sessions()
+        );
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert!(
+        host.server.sessions().iter().any(|one| one.id == 3),
+        "its plan is in the batch"
+    );
+    // The watchdog names the session that has the engine, and would end the process.
+    let (stuck, reports) = mpsc::channel();
+    host.server
+        .watch(move |why: &str| drop(stuck.send(why.to_owned())))
+        .expect("a thread");
+    let why = reports.recv_timeout(TIMEOUT).expect("a report");
+    contains_all(
+        &why,
+        &["session 2 (guest unix, program test) has had the engine without a pause"],
+    );
+
+    engine.hang(&[]);
+    assert_eq!(holder.read_f32(of_holder, 1), [3.0]);
+    let reason = answered("the end of the session", move || member.ended());
+    contains_all(&reason, &["an operator of the host has ended this session"]);
+    drop((first, of_member));
+}
+
 #[test]
 fn shutdown_does_not_wait_for_a_session_that_hangs() {
     let engine = HangingEngine::new();
