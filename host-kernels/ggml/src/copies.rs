@@ -205,20 +205,25 @@ impl Copies {
         self.present.insert(key, Arc::clone(copy));
     }
 
-    /// The guest writes to this range.
-    pub(crate) fn forget(&mut self, range: &Range<u64>) {
-        self.present.retain(|_, copy| {
-            let is_apart = copy.range.end <= range.start || range.end <= copy.range.start;
-            if !is_apart {
-                copy.is_valid.store(false, Ordering::Release);
-            }
-            is_apart
-        });
+    /// The guest writes to this range. Returns the copies that this ends.
+    #[must_use]
+    pub(crate) fn forget(&mut self, range: &Range<u64>) -> Vec<Arc<WeightCopy>> {
+        let is_touched = |_: &Key, copy: &mut Arc<WeightCopy>| {
+            copy.range.start < range.end && range.start < copy.range.end
+        };
+        let ended: Vec<_> = { self.present.extract_if(is_touched) }
+            .map(|(_, copy)| copy)
+            .collect();
+        for copy in &ended {
+            copy.is_valid.store(false, Ordering::Release);
+        }
+        ended
     }
 
-    /// A graph writes to the memory.
-    pub(crate) fn forget_all(&mut self) {
+    /// A graph writes to the memory. Returns the copies that this ends.
+    #[must_use]
+    pub(crate) fn forget_all(&mut self) -> Vec<Arc<WeightCopy>> {
         self.is_written = true;
-        self.forget(&(0..u64::MAX));
+        self.forget(&(0..u64::MAX))
     }
 }

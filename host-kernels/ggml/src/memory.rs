@@ -4,12 +4,12 @@ use std::any::Any;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use vgpu_engine::{CopyAccount, EngineError, Memory, check_range};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{Guard, lock};
 
 use crate::allocator::{Allocator, Reservation, allocation_size};
 use crate::copies::{Copies, PaidBytes};
@@ -113,7 +113,7 @@ impl GgmlMemory {
     }
 
     /// The copies of the weights in other layouts.
-    pub(crate) fn copies(&self) -> MutexGuard<'_, Copies> {
+    pub(crate) fn copies(&self) -> Guard<'_, Copies> {
         lock(&self.copies)
     }
 
@@ -150,7 +150,9 @@ impl GgmlMemory {
     /// The guest writes to these bytes.
     fn written(&self, offset: u64, len: u64) {
         if self.is_weights() {
-            self.copies().forget(&(offset..offset + len));
+            // Dropped without the lock: memory is freed and given back to the guest.
+            let ended = self.copies().forget(&(offset..offset + len));
+            drop(ended);
         }
     }
 

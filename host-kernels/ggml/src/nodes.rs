@@ -95,7 +95,9 @@ impl<'a> Source<'a> {
         }
         for (memory, _) in memory.iter().zip(&is_written).filter(|(_, is)| **is) {
             if memory.is_weights() {
-                memory.copies().forget_all();
+                // Dropped without the lock.
+                let ended = memory.copies().forget_all();
+                drop(ended);
             }
         }
         Source {

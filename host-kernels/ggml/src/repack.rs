@@ -143,7 +143,8 @@ impl Layouts {
                 computes
             }
         };
-        if let Some(copy) = memory.copies().find(&key) {
+        let found = memory.copies().find(&key);
+        if let Some(copy) = found {
             return Ok(computes(copy.tensor()).then(|| source(copy)));
         }
         if !memory.copies().may_add(key.bytes(), memory.allocated()) {
