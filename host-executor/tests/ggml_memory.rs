@@ -151,6 +151,16 @@ fn copies_of_weights_in_another_layout_are_charged_to_the_guest() {
     guest.fence();
     let left = before - free(&mut guest);
     assert!(left < copied - WEIGHTS, "{left} of {copied} bytes");
+    // Nor does a copy that no graph reads outlive a write.
+    guest.graph(GraphId(2), &build.0);
+    guest.submit(GraphId(2));
+    guest.fence();
+    assert!(before - free(&mut guest) > left + WEIGHTS);
+    for graph in [GraphId(1), GraphId(2)] {
+        guest.send(&Request::Forget { graph });
+    }
+    guest.write(weights, 0, &[0; 18]);
+    assert_eq!(free(&mut guest), before);
     drop(guest);
     host.wait_until_empty();
     let MemoryInfo { total, free } = host.engine.memory();

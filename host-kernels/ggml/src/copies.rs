@@ -20,7 +20,7 @@ const MAX_COPIES: usize = 4096;
 
 /// What copies of one memory may take in all, also those that writes have ended, as a multiple of
 /// its size: a guest that writes its weights again and again gets no further copies.
-const MAX_COPIED: u64 = 2;
+const MAX_COPIED: u64 = 3;
 
 /// Bytes of the host's memory for a copy besides its elements: the objects, and the remainder of a
 /// page.
@@ -183,9 +183,9 @@ impl Drop for WeightCopy {
 #[derive(Default)]
 pub(crate) struct Copies {
     present: HashMap<Key, Arc<WeightCopy>>,
-    /// The bytes of all that were made.
+    /// The cost of all that were made, in bytes.
     made: u64,
-    /// Whether graphs write to the memory, so that it holds more than weights.
+    /// Whether a graph writes to the memory, so that it holds more than weights.
     is_written: bool,
 }
 
@@ -194,14 +194,14 @@ impl Copies {
         self.present.get(key).cloned()
     }
 
-    /// Whether a memory of `size` bytes may have a further copy, of so many bytes.
-    pub(crate) fn may_add(&self, bytes: u64, size: u64) -> bool {
+    /// Whether a memory of `size` bytes may have a further copy, which costs so many bytes.
+    pub(crate) fn may_add(&self, cost: u64, size: u64) -> bool {
         let room = size.saturating_mul(MAX_COPIED).saturating_sub(self.made);
-        !self.is_written && self.present.len() < MAX_COPIES && (1..=room).contains(&bytes)
+        !self.is_written && self.present.len() < MAX_COPIES && cost <= room
     }
 
     pub(crate) fn add(&mut self, key: Key, copy: &Arc<WeightCopy>) {
-        self.made += key.bytes();
+        self.made += copy.cost;
         self.present.insert(key, Arc::clone(copy));
     }
 
@@ -220,9 +220,9 @@ impl Copies {
         ended
     }
 
-    /// A graph writes to the memory. Returns the copies that this ends.
+    /// A graph writes to the memory: there are no copies from now on. Returns those that there were.
     #[must_use]
-    pub(crate) fn forget_all(&mut self) -> Vec<Arc<WeightCopy>> {
+    pub(crate) fn forbid(&mut self) -> Vec<Arc<WeightCopy>> {
         self.is_written = true;
         self.forget(&(0..u64::MAX))
     }

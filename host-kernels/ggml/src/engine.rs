@@ -149,7 +149,9 @@ impl GgmlEngine {
             false => Layouts::none(library),
         };
         if layouts.len() > 0 {
-            info!("ggml repacks weights, which then take their memory twice");
+            info!(
+                "products read copies of weights that ggml repacks, where there is memory for them"
+            );
         }
         let total = memory.map_or(total, |memory| memory.min(total));
         let allocator = Arc::new(Allocator::new(library.functions(), buft, total));

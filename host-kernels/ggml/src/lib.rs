@@ -9,7 +9,8 @@
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
 //!   `placement`: how many nodes went where, and how long they took.
 //! - `repack`: weights in a layout for which a backend has faster kernels. `copies`: what a memory
-//!   has of them. `room`: memory for results that want more bytes than their elements have.
+//!   has of them.
+//! - `room`: memory for results that want more bytes than their elements have.
 //! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for.
 //! - [`GgmlEngine`]: the engine.
 //!

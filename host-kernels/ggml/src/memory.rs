@@ -117,31 +117,32 @@ impl GgmlMemory {
         lock(&self.copies)
     }
 
-    /// The bytes that the memory takes.
-    pub(crate) fn allocated(&self) -> u64 {
-        self.reserved.bytes()
-    }
-
-    /// Reserves `cost` bytes of the engine for a copy of weights, and charges the guest. `None` if
-    /// the engine has less than twice as much left, or the guest's quota less than that.
-    pub(crate) fn charge_copy(&self, cost: u64) -> Option<PaidBytes> {
+    /// Reserves `cost` bytes of the engine for a copy of weights, and charges the guest. `None`
+    /// unless as many bytes as this memory has stay free: of the engine, of the host (`host_free`),
+    /// and of what the guest may have.
+    pub(crate) fn pay_for(&self, cost: u64, host_free: &dyn Fn() -> u64) -> Option<PaidBytes> {
+        let size = self.reserved.bytes();
+        let with_rest = cost.saturating_add(size);
+        let (total, free) = self.allocator.free();
+        if !self.copies().may_add(cost, size) || free.min(host_free()) < with_rest {
+            return None;
+        }
         let mut reserved = None;
         let mut reserve = || {
-            let (total, free) = self.allocator.free();
-            reserved = (free / 2 >= cost)
-                .then(|| self.allocator.reserve(cost))
-                .flatten();
-            match reserved {
-                Some(_) => Ok(()),
-                None => Err(EngineError::OutOfMemory {
+            reserved = self.allocator.reserve(cost);
+            { reserved.is_some() }
+                .then_some(())
+                .ok_or(EngineError::OutOfMemory {
                     wanted: cost,
                     free,
                     total,
-                }),
-            }
+                })
         };
         let charge = match self.account.get() {
-            Some(account) => Some(account.charge(cost, &mut reserve).ok()?),
+            Some(account) => {
+                drop(account.charge(with_rest, &mut || Ok(())).ok()?);
+                Some(account.charge(cost, &mut reserve).ok()?)
+            }
             None => reserve().map(|()| None).ok()?,
         };
         Some(PaidBytes::new(reserved?, charge))

@@ -94,11 +94,9 @@ impl<'a> Source<'a> {
             is_written[graph.tensors[tensor].buffer as usize] = true;
         }
         for (memory, _) in memory.iter().zip(&is_written).filter(|(_, is)| **is) {
-            if memory.is_weights() {
-                // Dropped without the lock.
-                let ended = memory.copies().forget_all();
-                drop(ended);
-            }
+            // Also of memory that is marked as weights later. Dropped without the lock.
+            let ended = memory.copies().forbid();
+            drop(ended);
         }
         Source {
             graph,

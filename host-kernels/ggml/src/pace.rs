@@ -213,6 +213,11 @@ impl Key {
         self.0.write_u8(0xfe);
     }
 
+    /// The last node reads a copy of its weights, and is faster by that.
+    pub(crate) fn repacked(&mut self) {
+        self.0.write_u8(0xfd);
+    }
+
     /// A node of another engine.
     pub(crate) fn other(&mut self) {
         self.0.write_u8(0xff);

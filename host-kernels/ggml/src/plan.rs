@@ -163,7 +163,10 @@ impl GgmlPlan {
                                 .layouts
                                 .place(&product, &supports, &free, is_cancelled)
                         };
-                        repacked.extend(source?);
+                        if let Some(source) = source? {
+                            repacked.push(source);
+                            key.repacked();
+                        }
                     }
                     push(result, used, estimate);
                     result

@@ -20,6 +20,9 @@ use crate::copies::{CopyType, Key, WeightCopy};
 use crate::library::{Functions, Library};
 use crate::memory::GgmlMemory;
 
+/// The largest weight that is copied, in bytes: nothing ends a copy before its last byte.
+const MAX_WEIGHT: u64 = 512 << 20;
+
 /// A buffer type of a device for weights.
 struct Layout {
     buft: abi::ggml_backend_buffer_type_t,
@@ -95,9 +98,8 @@ impl Layouts {
     }
 
     /// Makes a product read a copy of its weights. `supports` says whether the device computes a
-    /// node. No copy takes more than half of what the
-    /// engine or the host (`host_free`) has left. `None` if the product goes on with the guest's
-    /// bytes. `is_cancelled` is asked before bytes are copied.
+    /// node, and `host_free` how many bytes the host has left. `None` if the product goes on with
+    /// the guest's bytes. `is_cancelled` is asked before bytes are copied.
     ///
     /// # Errors
     /// [`EngineError::Cancelled`].
@@ -147,7 +149,7 @@ impl Layouts {
         if let Some(copy) = found {
             return Ok(computes(copy.tensor()).then(|| source(copy)));
         }
-        if !memory.copies().may_add(key.bytes(), memory.allocated()) {
+        if key.bytes() > MAX_WEIGHT {
             return Ok(None);
         }
         let mut probe = key.tensor();
@@ -172,7 +174,7 @@ impl Layouts {
                 bytes: &self.bytes,
             };
             WeightCopy::new(of, &key, (*plain).data, |cost| {
-                { (host_free() / 2 >= cost).then(|| memory.charge_copy(cost)) }.flatten()
+                memory.pay_for(cost, host_free)
             })
         };
         let Some(copy) = copy.map(Arc::new) else {
@@ -204,16 +206,19 @@ pub(crate) struct Product<'a> {
     pub(crate) memory: &'a GgmlMemory,
 }
 
-/// Whether kernels for other layouts may compute a node: products of F32 rows, one batch of them,
-/// or with experts, which they assert, and no demand that they do not read.
+/// Whether kernels for other layouts may compute a node: one matrix, and rows of F32, which they
+/// assert, and no demand that they do not read.
+///
+/// Not products with experts (`MUL_MAT_ID`): `CPU_REPACK` has room for one row of each token and
+/// expert, and writes behind its memory if a token names an expert twice (`forward_mul_mat_id` of
+/// ggml 0.20 to 0.26). The kernel for ggml's layout has room for all.
 fn is_plain_product(graph: &Graph, node: &Node) -> bool {
-    let is_flat = |tensor: &Tensor, dims: usize| tensor.shape.ne[dims..].iter().all(|&n| n == 1);
-    let (dims, batches) = match node.op {
-        Op::MulMat {
-            hadamard: false, ..
-        } => (2, 2),
-        Op::MulMatId { .. } => (3, 3),
-        _ => return false,
+    let is_matrix = |tensor: &Tensor| tensor.shape.ne[2..] == [1, 1];
+    let Op::MulMat {
+        hadamard: false, ..
+    } = node.op
+    else {
+        return false;
     };
     let (Some(weights), Some(rows)) = (graph.src(node, 0), graph.src(node, 1)) else {
         return false;
@@ -221,10 +226,10 @@ fn is_plain_product(graph: &Graph, node: &Node) -> bool {
     let result = graph.dst(node);
     weights.shape.ty.is_quantized()
         && weights.shape.is_contiguous()
-        && is_flat(weights, dims)
+        && is_matrix(weights)
         && rows.shape.ty == Type::F32
         && rows.shape.is_contiguous()
-        && is_flat(rows, batches)
+        && is_matrix(rows)
         && result.shape.is_contiguous()
 }
 

@@ -2,6 +2,7 @@
 
 #[path = "../../../tests/common/mod.rs"]
 mod common;
+mod graphs;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,8 +10,11 @@ use std::sync::Arc;
 use common::cached;
 use vgpu_check::{Case, Outcome};
 use vgpu_cpu::CpuEngine;
-use vgpu_engine::Engine;
+use vgpu_engine::{Engine, RunStatus, Turn};
 use vgpu_ggml::{BackendOptions, GgmlEngine, Library, LibraryError, Placed};
+use vgpu_gguf::{Rng, TensorType};
+use vgpu_transport::bytes::Bytes;
+use vgpu_transport::ir::Type;
 
 /// The folders in the cache with builds of ggml whose CPU backend is a file: the oldest supported
 /// release, the newest, and the release that most tests run on.
@@ -102,6 +106,79 @@ fn agrees(path: &std::path::Path) {
         assert!(placed.device > 0, "no {op} on the backend: {placed:?}");
     }
     assert!(device > fallback, "{device} of {} nodes", device + fallback);
+    repacked_products_agree(path);
+}
+
+/// Products with random weights of each type, and with so many columns: the engine that reads
+/// copies in the backend's layout, one that reads the guest's bytes, and the CPU engine.
+fn repacked_products_agree(path: &std::path::Path) {
+    const TYPES: [(Type, TensorType); 6] = [
+        (Type::Q4_0, TensorType::Q4_0),
+        (Type::Q8_0, TensorType::Q8_0),
+        (Type::Q4K, TensorType::Q4K),
+        (Type::Q6K, TensorType::Q6K),
+        (Type::Iq4Nl, TensorType::Iq4Nl),
+        (Type::Mxfp4, TensorType::Mxfp4),
+    ];
+    const COLUMNS: [u64; 6] = [1, 2, 3, 4, 7, 33];
+    const DEPTH: u64 = 256;
+    const ROWS: u64 = 64;
+    let start = |repacks| {
+        let options = BackendOptions {
+            threads: 2,
+            repacks,
+            ..BackendOptions::default()
+        };
+        GgmlEngine::start(path, &options, cpu()).unwrap()
+    };
+    let (copying, plain, cpu) = (start(true), start(false), cpu());
+    let mut rng = Rng::new(1, 2);
+    let mut repacked = Vec::new();
+    for ((ty, kind), columns) in TYPES.into_iter().flat_map(|ty| COLUMNS.map(|n| (ty, n))) {
+        let row = ty.row_bytes(DEPTH).expect("whole blocks");
+        let mut weights = vec![0; (ROWS * row) as usize];
+        vgpu_gguf::fill(kind, 0.0, 1.0, &mut rng, &mut weights);
+        let mut number = || rng.below(2001) as f32 / 1000.0 - 1.0;
+        let vectors: Vec<f32> = (0..DEPTH * columns).map(|_| number()).collect();
+        let results_at = 48 << 10;
+        let tensors = [
+            (ty, [DEPTH, ROWS, 1, 1], 0, 0),
+            (Type::F32, [DEPTH, columns, 1, 1], 1, 0),
+            (Type::F32, [ROWS, columns, 1, 1], 1, results_at),
+        ];
+        let run = |engine: &dyn Engine| {
+            let buffers = graphs::memory(engine);
+            buffers[0].mark_weights();
+            buffers[0].write(0, Bytes::from(&*weights)).unwrap();
+            graphs::put(&*buffers[1], 0, &vectors);
+            let graph = graphs::graph(engine, &tensors, &[(graphs::PRODUCT, 2, &[0, 1])]);
+            let mut plan = engine.compile(&graph, &buffers, &|| false).unwrap();
+            let copied = copying.repacked_bytes();
+            assert_eq!(plan.launch(&Turn::new()), Ok(RunStatus::Done));
+            let products = graphs::floats(&*buffers[1], results_at, (ROWS * columns) as usize);
+            (products, copied)
+        };
+        let (of_cpu, _) = run(&*cpu);
+        let (of_plain, before) = run(&plain);
+        let (of_copies, copied) = run(&copying);
+        assert_eq!(before, 0);
+        let square = |numbers: &mut dyn Iterator<Item = f32>| numbers.map(|x| x * x).sum::<f32>();
+        for found in [&of_plain, &of_copies] {
+            let mut errors = found.iter().zip(&of_cpu).map(|(a, b)| a - b);
+            let error = square(&mut errors) / square(&mut of_cpu.iter().copied());
+            assert!(error < 1e-3, "{ty:?}, {columns} columns: {error}");
+        }
+        // The kernels add in another order.
+        if copied > 0 && of_plain != of_copies {
+            repacked.push(ty);
+        }
+    }
+    repacked.dedup();
+    println!("other results with weights in the backend's layout: {repacked:?}");
+    if cfg!(target_arch = "x86_64") && std::is_x86_feature_detected!("avx2") {
+        assert!(repacked.contains(&Type::Q4K), "{repacked:?}");
+        assert!(repacked.contains(&Type::Q4_0), "{repacked:?}");
+    }
 }
 
 /// The variable that names the backend for [`one_build_agrees`].
