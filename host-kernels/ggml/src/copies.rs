@@ -220,7 +220,7 @@ impl Copies {
         ended
     }
 
-    /// A graph writes to the memory: there are no copies from now on. Returns those that there were.
+    /// A graph writes to the memory: it has no copies from now on. Returns those that it had.
     #[must_use]
     pub(crate) fn forbid(&mut self) -> Vec<Arc<WeightCopy>> {
         self.is_written = true;
