@@ -306,9 +306,8 @@ fn complete_tls_handshakes_without_a_session_keep_out_no_other_guest_of_isolatio
     assert!(processes <= most, "{processes} instead of {most}: {log}");
 }
 
-/// Programs that complete the link's handshake and never send HELLO have no places.
-/// The processes whose parent is `pid`, each with its anonymous memory in KiB.
-fn children(pid: u32) -> Vec<(u32, u64)> {
+/// The processes of guests whose parent is `pid`, each with its anonymous memory in KiB.
+fn workers_of(pid: u32) -> Vec<(u32, u64)> {
     let all = fs::read_dir("/proc").expect("a folder").flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     pids.filter_map(|child| {
@@ -319,43 +318,60 @@ fn children(pid: u32) -> Vec<(u32, u64)> {
             line.split_whitespace().next()?.parse::<u64>().ok()
         };
         let is_child = number("PPid:") == Some(pid.into());
+        // Between `fork` and `exec`, a child is a copy of its parent.
+        let is_worker = || {
+            let line = fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            let mut arguments = line.split(|byte| *byte == 0);
+            arguments.any(|argument| argument.starts_with(b"--worker="))
+        };
         // One that has ended has no memory.
-        is_child.then_some((child, number("RssAnon:")?))
+        let kib = number("RssAnon:")?;
+        (is_child && is_worker()).then_some((child, kib))
     })
     .collect()
 }
 
-/// With `--isolate`, TLS runs in the process of a guest, so connections get processes before anyone
-/// knows who they are: few of each address, half of all, and each of little memory. Connections
-/// that have sent nothing get none, and a local user is served.
-#[test]
-fn processes_before_tls_has_identified_anyone_are_few_and_small() {
+/// With `--isolate`, connections get processes before anyone knows who they are: few of each address,
+/// half of all, and each of little memory. Connections that have sent nothing get none, and a local
+/// user is served.
+fn processes_without_a_session_are_few_and_small(name: &str, is_tls: bool) {
     /// Processes of one address, and of all together: half of those that can be served.
     const OF_ONE: usize = 4;
     const OF_ALL: usize = 16;
     /// KiB of a process that has no session.
     const SMALL: u64 = 8 << 10;
-    let scratch = Scratch::new("unknown-tls-isolate");
+    let scratch = Scratch::new(name);
     let keys = scratch.path().join("keys");
     certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
     let port = port();
     let (endpoint, certs) = (format!("tcp:127.0.0.1:{port}"), keys.join("host"));
     let certs = certs.display().to_string();
     let places = ["--isolate", "--guest-memory", "2M", "--max-guests", "32"];
-    let mut arguments = vec!["--listen", &endpoint, "--certs", &certs];
+    let mut arguments = vec!["--listen", &endpoint];
+    if is_tls {
+        arguments.extend(["--certs", &certs]);
+    }
     arguments.extend(places);
     let serve = Serve::start(&scratch.socket(), &arguments);
     let pid = serve.child.id();
-    // Waits until there are so many, and a second more: there are never more. After five seconds
-    // of silence a process ends, and another connection gets one before it is gone.
-    let expect = |wanted: usize| {
+    // Waits until there are so many, while `connect` is called, and a second more: there are never
+    // more. After five seconds of silence a process ends, and another connection gets one before it
+    // is gone.
+    let expect = |wanted: usize, connect: &mut dyn FnMut()| {
+        let mut connected = Instant::now();
         let (start, mut most) = (Instant::now(), 0);
         while most < wanted || start.elapsed() < Duration::from_secs(1) {
             assert!(
                 start.elapsed() < TIMEOUT,
                 "{most} processes, {wanted} wanted"
             );
-            let processes = children(pid);
+            // Connections that wait for a process are closed after 10 s.
+            if connected.elapsed() > Duration::from_secs(8) {
+                connect();
+                connected = Instant::now();
+            }
+            thread::sleep(Duration::from_millis(5));
+            let processes = workers_of(pid);
             most = most.max(processes.len());
             assert!(most <= wanted, "{most} processes instead of {wanted}");
             for (process, kib) in processes {
@@ -364,17 +380,62 @@ fn processes_before_tls_has_identified_anyone_are_few_and_small() {
         }
     };
     let silent = flood_tcp_from(5, port, 40, |_| false);
-    expect(0);
+    expect(0, &mut || ());
     drop(silent);
-    let mut floods = vec![flood_tcp_from(2, port, 40, |_| true)];
-    expect(OF_ONE);
-    floods.extend([3, 4, 6, 7, 8].map(|host| flood_tcp_from(host, port, 30, |_| true)));
-    expect(OF_ALL);
+    // A further flood replaces the one before.
+    let mut one = flood_tcp_from(2, port, 40, |_| true);
+    expect(OF_ONE, &mut || one = flood_tcp_from(2, port, 40, |_| true));
+    let flood = || [3, 4, 6, 7, 8].map(|host| flood_tcp_from(host, port, 30, |_| true));
+    let mut others = flood();
+    expect(OF_ALL, &mut || others = flood());
+    compute(&mut serve.guest(&scratch.socket()));
+    drop((one, others));
+    end(serve);
+}
+
+#[test]
+fn processes_before_tls_has_identified_anyone_are_few_and_small() {
+    processes_without_a_session_are_few_and_small("unknown-tls-isolate", true);
+}
+
+#[test]
+fn processes_for_tcp_without_certificates_are_few_and_small() {
+    processes_without_a_session_are_few_and_small("unknown-tcp-isolate", false);
+}
+
+/// Of three or four processes, an address has one, and another address and a local user have others.
+#[test]
+fn half_open_connections_of_an_address_keep_out_no_other_address_of_few_processes() {
+    for places in ["3", "4"] {
+        let name = format!("half-open-tcp-isolate-{places}");
+        let more = ["--isolate", "--guest-memory", "10M", "--max-guests", places];
+        other_addresses_are_served(&name, &more);
+    }
+}
+
+/// Of two processes, an address has one, and other addresses wait for that one. A local user has
+/// the other.
+#[test]
+fn half_open_connections_of_an_address_leave_one_of_two_processes_to_a_local_user() {
+    let scratch = Scratch::new("half-open-tcp-isolate-2");
+    let port = port();
+    let endpoint = format!("tcp:127.0.0.1:{port}");
+    let more = ["--isolate", "--guest-memory", "10M", "--max-guests", "2"];
+    let mut arguments = vec!["--listen", &endpoint];
+    arguments.extend(more);
+    let serve = Serve::start(&scratch.socket(), &arguments);
+    let floods = [2, 3].map(|host| flood_tcp_from(host, port, 40, |_| true));
+    let start = Instant::now();
+    while workers_of(serve.child.id()).is_empty() {
+        assert!(start.elapsed() < TIMEOUT, "no process");
+        thread::sleep(Duration::from_millis(5));
+    }
     compute(&mut serve.guest(&scratch.socket()));
     drop(floods);
     end(serve);
 }
 
+/// Programs that complete the link's handshake and never send HELLO have no places.
 #[test]
 fn connections_without_hello_have_no_session() {
     let scratch = Scratch::new("no-hello");

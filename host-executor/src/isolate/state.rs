@@ -158,6 +158,8 @@ pub(super) struct Worker {
     pub(super) since: Instant,
     /// The origin of the first program.
     pub(super) origin: Option<String>,
+    /// The link of the first program.
+    pub(super) link: Option<LinkKind>,
     /// Whether a program has got a session.
     pub(super) has_had_session: bool,
     /// Whether the start of the process has been charged: to the first program, without a session.
@@ -384,6 +386,7 @@ impl Worker {
             has_certificates: false,
             since: Instant::now(),
             origin: None,
+            link: None,
             has_had_session: false,
             is_paid: false,
             is_closing: false,
@@ -485,6 +488,7 @@ impl Worker {
         self.send(&command, Some(&socket))?;
         if self.given == 0 {
             self.origin = Some(peer.origin());
+            self.link = Some(peer.link);
         }
         self.given += 1;
         let program = Program {
@@ -530,13 +534,21 @@ impl Processes {
     /// counts until its process has ended.
     ///
     /// `is_tcp`: an address does not tell who its programs are. Those without a name wait, too,
-    /// while others without a session have half of the processes that unnamed guests can have.
+    /// while others without a session have half of the processes that unnamed guests can have. Where
+    /// these are few, the limit is one more than that of an origin, so that no origin keeps out the
+    /// others, but at least one process is left for other links.
     pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str, is_tcp: bool) -> bool {
+        let all = self.places(guest);
+        let of_one_origin = (all / 4).clamp(1, MAX_WORKER_HANDSHAKES);
         if guest.is_none() && is_tcp {
-            let unknown = self.workers.values().filter(|worker| {
-                worker.guest.is_none() && worker.has_certificates && !worker.has_had_session
+            let without_session = self.workers.values().filter(|worker| {
+                let is_tcp = worker.link == Some(LinkKind::Tcp);
+                let is_unnamed = worker.guest.is_none() && !worker.is_rejection;
+                is_tcp && is_unnamed && !worker.has_had_session
             });
-            if unknown.count() >= (self.places(None) / 2).max(1) {
+            let limit = (all / 2).max(of_one_origin + 1);
+            let limit = limit.min(all.saturating_sub(1)).max(1);
+            if without_session.count() >= limit {
                 return true;
             }
         }
@@ -553,7 +565,7 @@ impl Processes {
             worker.sessions.is_empty() && !worker.has_had_session && is_of_origin
         };
         let ending = own.filter(is_ending).count();
-        pending + ending >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
+        pending + ending >= of_one_origin
     }
 
     /// How many programs can be served at once, of all guests like this one.
