@@ -1,13 +1,16 @@
 //! The credentials of the process at the other end of a unix socket.
 
+use std::fmt;
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd as _, OwnedFd, RawFd};
+use std::sync::Once;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
+use tracing::info;
 
 use crate::error::LinkError;
 use crate::poll::poll;
@@ -67,12 +70,13 @@ pub fn of(socket: impl AsFd) -> Result<PeerCredentials, LinkError> {
 /// since the machine started, or before.
 ///
 /// Linux before 6.5 has no `SO_PEERPIDFD`: the process is found by its id. Another process may have
-/// that id meanwhile, and is not taken for the peer if it started after `known_at`, and a tick of
-/// the kernel (10 ms) or more after it. One that started between the connection and that time
-/// cannot be told from the peer: the kernel would have to give out all other ids first.
+/// that id meanwhile, and is not taken for the peer if it started at least one tick of the kernel's
+/// clock (10 ms) after `known_at`. One that started between the connection and that time cannot be
+/// told from the peer: the kernel would have to give out all other ids first.
 ///
-/// `None` if the process has ended already, or if the sandbox of this process allows no look at
-/// others: the socket alone then shows the end.
+/// `None` if the process has ended already. Before Linux 6.5, also if the sandbox of this process
+/// allows no look at others, or if `/proc` does not show processes of other users (`ProtectProc=` of
+/// systemd, `hidepid=`): the socket alone then shows the end.
 pub(super) fn process(
     socket: &OwnedFd,
     known: PeerCredentials,
@@ -124,13 +128,35 @@ fn by_socket(socket: &OwnedFd) -> Result<OwnedFd, Errno> {
 /// The process with the id `pid`, unless it started after `known_at`.
 fn by_id(pid: i32, known_at: Duration) -> Option<OwnedFd> {
     let id = Pid::from_raw(pid)?;
-    let process = rustix::process::pidfd_open(id, PidfdFlags::empty()).ok()?;
-    let started = started_at(pid)?;
+    let process = match rustix::process::pidfd_open(id, PidfdFlags::empty()) {
+        Ok(process) => process,
+        Err(error) => {
+            if error != Errno::SRCH {
+                is_seen_by_socket_only(&error);
+            }
+            return None;
+        }
+    };
+    let started = started_at(pid);
     // A process that runs after its start was read has had the id all the time.
     let mut end = [PollFd::new(&process, PollFlags::IN)];
     poll(&mut end, Duration::ZERO).ok()?;
-    let is_running = end[0].revents().is_empty();
-    (is_running && started <= known_at).then_some(process)
+    if !end[0].revents().is_empty() {
+        return None;
+    }
+    let Some(started) = started else {
+        is_seen_by_socket_only(&"/proc does not show when they have started");
+        return None;
+    };
+    (started <= known_at).then_some(process)
+}
+
+/// Logs once why guests are not watched.
+fn is_seen_by_socket_only(why: &dyn fmt::Display) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        info!("processes of guests are not watched, and sessions end with their sockets: {why}");
+    });
 }
 
 /// When the process with this id started, rounded down to a tick of the kernel, as the time since
