@@ -48,6 +48,8 @@ pub(super) enum MessageError {
     Access { count: usize },
     #[error("command {command} is not supported")]
     Command { command: u16 },
+    #[error("the device's answer of {size} bytes announces migration in an unknown form")]
+    Migration { size: usize },
 }
 
 /// Passes messages on until one side disconnects or the hypervisor breaks the protocol.
@@ -78,7 +80,7 @@ pub(super) fn run(hypervisor: &UnixStream, device: &UnixStream) -> io::Result<()
                 let Some(mut versions) = receive(device)? else {
                     return Ok(());
                 };
-                hide_migration(&mut versions);
+                hide_migration(&mut versions).map_err(io::Error::other)?;
                 (&*hypervisor).write_all(&versions)?;
             }
         }
@@ -87,22 +89,29 @@ pub(super) fn run(hypervisor: &UnixStream, device: &UnixStream) -> io::Result<()
 
 /// Replaces the capability of migration by spaces in the answer to the version negotiation. The
 /// crate always has it, although nothing of the device can be saved: a hypervisor that reads the
-/// capability could take the device for one that can be migrated.
-fn hide_migration(versions: &mut [u8]) {
+/// capability could take the device for one that can be migrated. An answer that has it in another
+/// form is refused.
+fn hide_migration(versions: &mut [u8]) -> Result<(), MessageError> {
+    const NAME: &[u8] = b"migration";
     const KEY: &[u8] = b"\"migration\":{";
-    let Some(mut start) = versions.windows(KEY.len()).position(|part| part == KEY) else {
-        return;
-    };
-    let Some(len) = versions[start..].iter().position(|byte| *byte == b'}') else {
-        return;
-    };
-    let mut end = start + len + 1;
-    if start > 0 && versions[start - 1] == b',' {
-        start -= 1;
-    } else if versions.get(end) == Some(&b',') {
-        end += 1;
+    let find = |bytes: &[u8], text: &[u8]| bytes.windows(text.len()).position(|part| part == text);
+    if let Some(mut start) = find(versions, KEY)
+        && let Some(len) = versions[start..].iter().position(|byte| *byte == b'}')
+    {
+        let mut end = start + len + 1;
+        if start > 0 && versions[start - 1] == b',' {
+            start -= 1;
+        } else if versions.get(end) == Some(&b',') {
+            end += 1;
+        }
+        versions[start..end].fill(b' ');
     }
-    versions[start..end].fill(b' ');
+    match find(versions, NAME) {
+        None => Ok(()),
+        Some(_) => Err(MessageError::Migration {
+            size: versions.len(),
+        }),
+    }
 }
 
 /// Reads a message of one side, and closes its files. `None`: the side has disconnected.
@@ -223,13 +232,22 @@ mod tests {
             ),
             (r#"{"a":{"migration":{}}}"#, r#"{"a":{}}"#),
             (r#"{"a":{"b":1}}"#, r#"{"a":{"b":1}}"#),
-            (r#"{"migration":{"#, r#"{"migration":{"#),
         ] {
             let mut bytes = said.as_bytes().to_vec();
-            hide_migration(&mut bytes);
+            hide_migration(&mut bytes).unwrap();
             assert_eq!(bytes.len(), said.len());
             bytes.retain(|byte| *byte != b' ');
             assert_eq!(String::from_utf8(bytes).unwrap(), left);
+        }
+        for said in [
+            r#"{"migration":{"#,
+            r#"{"migration": {}}"#,
+            r#"{"migration":true}"#,
+            r#"{"migration":{},"a":{"migration":{}}}"#,
+        ] {
+            let refused = hide_migration(&mut said.as_bytes().to_vec());
+            let size = said.len();
+            assert_eq!(refused, Err(MessageError::Migration { size }), "{said}");
         }
     }
 
