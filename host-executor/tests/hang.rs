@@ -326,8 +326,8 @@ fn guests_of_a_batch_that_hangs_wait_for_it_and_others_can_leave() {
     let host = Host::limited(engine.clone(), limits, 64);
     let _released = Released(engine.clone());
     let (mut first, _) = guest_with_graph(&host);
-    let (mut holder, of_holder) = guest_with_graph(&host);
-    let (mut member, of_member) = guest_with_graph(&host);
+    let (mut caller, of_caller) = guest_with_graph(&host);
+    let (mut other_in_batch, of_other) = guest_with_graph(&host);
     // Both wait while the engine has the graph of the first one, and get the next turn together.
     engine.hang(&[Call::Launch, Call::Wait]);
     first.submit(GRAPH);
@@ -336,8 +336,8 @@ fn guests_of_a_batch_that_hangs_wait_for_it_and_others_can_leave() {
         "turn: session 1 (guest unix, program test) has the engine",
     );
     for (guest, waiting) in [
-        (&mut holder, "; 1 wait for it"),
-        (&mut member, "; 2 wait for it"),
+        (&mut caller, "; 1 wait for it"),
+        (&mut other_in_batch, "; 2 wait for it"),
     ] {
         guest.submit(GRAPH);
         dump_with(&host, waiting);
@@ -387,10 +387,10 @@ fn guests_of_a_batch_that_hangs_wait_for_it_and_others_can_leave() {
     );
 
     engine.hang(&[]);
-    assert_eq!(holder.read_f32(of_holder, 1), [3.0]);
-    let reason = answered("the end of the session", move || member.ended());
+    assert_eq!(caller.read_f32(of_caller, 1), [3.0]);
+    let reason = answered("the end of the session", move || other_in_batch.ended());
     contains_all(&reason, &["an operator of the host has ended this session"]);
-    drop((first, of_member));
+    drop((first, of_other));
 }
 
 #[test]

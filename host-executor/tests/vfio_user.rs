@@ -344,10 +344,14 @@ impl Program {
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).expect("a program");
     }
+}
 
-    fn end(mut self) {
-        self.child.kill().expect("a child");
-        self.child.wait().expect("a child");
+/// Kills the program, also a stopped one.
+impl Drop for Program {
+    fn drop(&mut self) {
+        // Nobody has waited for it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -364,7 +368,7 @@ fn reboot_of_a_machine_leaves_sessions_whose_memory_the_next_program_gets() {
         .client()
         .region_write(CONFIG, 0x04, &[2])
         .unwrap();
-    Program::start(&hypervisor.machine).end();
+    drop(Program::start(&hypervisor.machine));
     hypervisor.client().reset().unwrap();
     assert_eq!(config(&mut hypervisor.client(), 0x04), 0, "memory is off");
     assert_eq!(server.sessions().len(), 1, "a reset ends no session");
@@ -375,7 +379,7 @@ fn reboot_of_a_machine_leaves_sessions_whose_memory_the_next_program_gets() {
         let reply = next.ask(&Request::Alloc { buffer, size });
         matches!(reply, Reply::Done { .. })
     });
-    assert_eq!(server.sessions().len(), 1);
+    wait_for_sessions(&server, 1);
     drop(next);
     hypervisor.end();
     wait_for_sessions(&server, 0);
@@ -405,7 +409,7 @@ fn paused_machine_keeps_its_sessions_for_the_silence_and_loses_them_after() {
     let lost = program.reads();
     assert!(lost.starts_with("has lost its session"), "{lost}");
     assert_eq!(program.reads(), "has read [0, 0, 0, 0]", "in a new one");
-    program.end();
+    drop(program);
     hypervisor.end();
 }
 

@@ -102,7 +102,11 @@ fn units_allow_the_system_calls_of_the_sandbox() {
         .arg("syscall-filter")
         .output();
     let group = match &listed {
-        Ok(output) => group_of(&String::from_utf8_lossy(&output.stdout), "@system-service"),
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{}: {said}", output.status);
+            group_of(&String::from_utf8_lossy(&output.stdout), "@system-service")
+        }
         Err(error) => {
             println!("NOT TESTED, which calls are in no group of systemd: {error}");
             made.iter().map(|&name| name.to_owned()).collect()
