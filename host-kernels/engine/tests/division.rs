@@ -77,7 +77,7 @@ fn shares_of_sums_have_as_many_terms_each() {
             let shares = (0..of).map(|at| Share { at, of }.range_of_sums(n));
             // Row i has i terms.
             let terms = |rows: std::ops::Range<u64>| rows.sum::<u64>();
-            let most = n * (n - 1) / 2 / of + 2 * n;
+            let most = n * (n - 1) / 2 / of + n;
             let mut end = 0;
             for (at, rows) in shares.enumerate() {
                 assert_eq!(rows.start, end, "share {at} of {of} of {n} rows");
@@ -89,7 +89,34 @@ fn shares_of_sums_have_as_many_terms_each() {
             assert_eq!(end, n);
         }
     }
-    // No length overflows.
-    let last = Share { at: 6, of: 7 }.range_of_sums(u64::MAX);
-    assert!(last.start < last.end && last.end == u64::MAX, "{last:?}");
+    // The most rows whose shares are even.
+    let n = 1u64 << 40;
+    let before = |row: u64| u128::from(row) * u128::from(row.saturating_sub(1)) / 2;
+    for of in [2, 3, 7, 1000, 4096] {
+        let (mut end, most) = (0, before(n) / u128::from(of) + u128::from(n));
+        for at in 0..of {
+            let rows = Share { at, of }.range_of_sums(n);
+            assert_eq!(rows.start, end, "share {at} of {of} of 2^40 rows");
+            end = rows.end;
+            let terms = before(rows.end) - before(rows.start);
+            let least = before(n) / u128::from(of) - 2 * u128::from(n);
+            let what = format!("share {at} of {of} of 2^40 rows: {rows:?}, {terms} terms");
+            assert!((least..=most).contains(&terms), "{what}");
+        }
+        assert_eq!(end, n);
+    }
+    // The last of the most shares: `at` times the square of the rows has 128 bits.
+    let of = 1 << 48;
+    let last = Share { at: of - 1, of }.range_of_sums(n);
+    assert!(last.end == n && n - last.start <= 1, "{last:?}");
+    // Of more rows, each is in one share, too.
+    for n in [1 << 50, u64::MAX] {
+        let mut end = 0;
+        for at in 0..7 {
+            let rows = Share { at, of: 7 }.range_of_sums(n);
+            assert_eq!(rows.start, end, "share {at} of 7 of {n} rows");
+            end = rows.end;
+        }
+        assert_eq!(end, n);
+    }
 }
