@@ -264,7 +264,10 @@ impl Engine for CudaEngine {
         if estimate <= limit || is_of_cpu() {
             return None;
         }
-        // A division has about as many parts as are wanted.
+        // A division has at least half as many parts as are wanted, so its launches take at most
+        // twice the longest one that is wanted, on average.
+        let longest = self.policy.longest_launch.saturating_mul(2);
+        debug_assert!(limit >= longest, "{limit:?} is less than {longest:?}");
         let wanted = parts(graph, node, self.policy.longest_launch);
         let count = fuse::most_parts(graph, node).min(wanted);
         Some(Launches { count, limit })
