@@ -331,9 +331,9 @@ fn workers_of(pid: u32) -> Vec<(u32, u64)> {
     .collect()
 }
 
-/// With `--isolate`, connections get processes before anyone knows who they are: few of each address,
-/// half of all, and each of little memory. Connections that have sent nothing get none, and a local
-/// user is served.
+/// With `--isolate`, connections get processes before anyone knows who they are: few of each
+/// address, half of all, and each of little memory. Connections that have sent nothing get none.
+/// A local user is served.
 fn processes_without_a_session_are_few_and_small(name: &str, is_tls: bool) {
     /// Processes of one address, and of all together: half of those that can be served.
     const OF_ONE: usize = 4;
@@ -403,7 +403,7 @@ fn processes_for_tcp_without_certificates_are_few_and_small() {
     processes_without_a_session_are_few_and_small("unknown-tcp-isolate", false);
 }
 
-/// Of three or four processes, an address has one, and another address and a local user have others.
+/// Of three or four processes, an address has one. Another address and a local user have others.
 #[test]
 fn half_open_connections_of_an_address_keep_out_no_other_address_of_few_processes() {
     for places in ["3", "4"] {

@@ -534,9 +534,9 @@ impl Processes {
     /// counts until its process has ended.
     ///
     /// `is_tcp`: an address does not tell who its programs are. Those without a name wait, too,
-    /// while others without a session have half of the processes that unnamed guests can have. Where
-    /// these are few, the limit is one more than that of an origin, so that no origin keeps out the
-    /// others, but at least one process is left for other links.
+    /// while others without a session have half of the processes that unnamed guests can have. If
+    /// these are few, the limit is one more than that of an origin, so that none keeps out others,
+    /// but at least one process is left for other links.
     pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str, is_tcp: bool) -> bool {
         let all = self.places(guest);
         let of_one_origin = (all / 4).clamp(1, MAX_WORKER_HANDSHAKES);

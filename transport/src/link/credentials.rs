@@ -75,7 +75,7 @@ pub fn of(socket: impl AsFd) -> Result<PeerCredentials, LinkError> {
 /// told from the peer: the kernel would have to give out all other ids first.
 ///
 /// `None` if the process has ended already. Before Linux 6.5, also if the sandbox of this process
-/// allows no look at others, or if `/proc` does not show processes of other users (`ProtectProc=` of
+/// allows no look at others, or if `/proc` hides processes of other users (`ProtectProc=` of
 /// systemd, `hidepid=`): the socket alone then shows the end.
 pub(super) fn process(
     socket: &OwnedFd,

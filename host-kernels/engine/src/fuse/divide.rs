@@ -52,8 +52,8 @@ impl Share {
 
     /// The share of rows `0..n` of which each is a sum over those before it: about the same number
     /// of terms in each share, and so fewer rows in a later one. Some ranges are empty if there are
-    /// more shares than half of the rows. The numbers of terms are even for up to 2^40 rows in up to
-    /// 2^48 shares; with more, shares still cover all rows once.
+    /// more shares than half of the rows. The terms are even for up to 2^40 rows in up to 2^48
+    /// shares; with more, shares still cover all rows once.
     pub fn range_of_sums(self, n: u64) -> Range<u64> {
         let of = self.of.max(1);
         let until = |at: u64| {
