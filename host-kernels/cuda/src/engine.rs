@@ -265,9 +265,7 @@ impl Engine for CudaEngine {
             return None;
         }
         // A division has at least half as many parts as are wanted, so its launches take at most
-        // twice the longest one that is wanted, on average.
-        let longest = self.policy.longest_launch.saturating_mul(2);
-        debug_assert!(limit >= longest, "{limit:?} is less than {longest:?}");
+        // twice `longest_launch`, on average: by default, `longest_whole`, the limit.
         let wanted = parts(graph, node, self.policy.longest_launch);
         let count = fuse::most_parts(graph, node).min(wanted);
         Some(Launches { count, limit })
