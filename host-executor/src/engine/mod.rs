@@ -8,7 +8,6 @@ mod kind;
 mod list;
 mod select;
 
-use std::env;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -134,7 +133,7 @@ fn start_ggml(
         device: device.as_deref(),
         threads: threads.count,
         memory,
-        repacks: env::var_os("VGPU_REPACK").is_none_or(|set| set != "off"),
+        repacks: std::env::var_os("VGPU_REPACK").is_none_or(|set| set != "off"),
     };
     let engine = vgpu_ggml::GgmlEngine::start(path, &options, fallback)?;
     Ok(Arc::new(engine))
