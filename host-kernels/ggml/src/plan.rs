@@ -218,7 +218,7 @@ impl GgmlPlan {
         let before = self.repacked.len();
         // SAFETY: the nodes are tensors of the arena, which no backend has: each launch waits for
         // what it has submitted before it returns.
-        { &mut self.repacked }.retain(|source| unsafe { source.is_present() });
+        { &mut self.repacked }.retain(|source| unsafe { source.refresh() });
         if self.repacked.len() < before {
             // The graphs are no longer those with these numbers.
             self.numbered = None;

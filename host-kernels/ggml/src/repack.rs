@@ -242,11 +242,12 @@ pub(crate) struct RepackedSource {
 }
 
 impl RepackedSource {
-    /// Whether the copy has the bytes of the guest. Otherwise the product reads these from now on.
+    /// Makes the product read the guest's bytes if the copy has ended. Returns whether it still
+    /// reads the copy.
     ///
     /// # Safety
     /// The node and its sources must be valid tensors that no backend accesses during the call.
-    pub(crate) unsafe fn is_present(&self) -> bool {
+    pub(crate) unsafe fn refresh(&self) -> bool {
         let is_valid = self.copy.is_valid();
         if !is_valid {
             // SAFETY: the contract of this function.
