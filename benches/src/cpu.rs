@@ -108,16 +108,19 @@ enum Isa {
     Avx2Vnni,
     /// AVX-512
     Avx512,
+    /// AVX-512, and AMX in vgpu's engine
+    Amx,
 }
 
 impl Isa {
-    /// The name of the level for vgpu's engine, if it is not the default.
-    fn level(self) -> Option<&'static str> {
+    /// The name of the level for vgpu's engine.
+    fn level(self) -> &'static str {
         match self {
-            Isa::Scalar => Some("scalar"),
-            Isa::Avx2 => Some("avx2"),
-            Isa::Avx2Vnni => Some("avx2vnni"),
-            Isa::Avx512 => None,
+            Isa::Scalar => "scalar",
+            Isa::Avx2 => "avx2",
+            Isa::Avx2Vnni => "avx2vnni",
+            Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 }
@@ -206,7 +209,7 @@ impl Setting<'_> {
         } = Needs::prepare(cache, &options.build)?;
         let scratch = Scratch::new()?;
         let backend = match options.isa {
-            None | Some(Isa::Avx512) => bin.join("libggml-cpu.so"),
+            None | Some(Isa::Avx512 | Isa::Amx) => bin.join("libggml-cpu.so"),
             Some(Isa::Avx2) => llama::cpu_for_guests(cache)?,
             Some(Isa::Avx2Vnni) => llama::cpu_with_avx_vnni(cache)?,
             Some(Isa::Scalar) => llama::cpu_without_simd(cache)?,
@@ -349,7 +352,7 @@ impl Setting<'_> {
     /// Limits the instruction sets of a vgpu program.
     fn limit(&self, command: &mut Command) {
         command.env_remove(LEVEL);
-        if let Some(level) = self.options.isa.and_then(Isa::level) {
+        if let Some(level) = self.options.isa.map(Isa::level) {
             command.env(LEVEL, level);
         }
     }
@@ -447,7 +450,7 @@ impl Setting<'_> {
             .args(["--", "--json"])
             .env("VGPU_GGML_BIN", &self.native)
             .env("LD_LIBRARY_PATH", &self.bin);
-        if let Some(level) = self.options.isa.and_then(Isa::level) {
+        if let Some(level) = self.options.isa.map(Isa::level) {
             cargo.args(["--level", level]);
         }
         let types = if self.options.types.is_empty() {

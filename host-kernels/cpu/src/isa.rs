@@ -18,16 +18,19 @@ pub enum Level {
     Avx512,
     /// AVX-512 with the BF16 dot product.
     Avx512Bf16,
+    /// [`Level::Avx512`], and for many columns AMX with tiles of BF16.
+    Amx,
 }
 
 impl Level {
     /// Every level, lowest first.
-    pub const ALL: [Level; 5] = [
+    pub const ALL: [Level; 6] = [
         Level::Scalar,
         Level::Avx2,
         Level::Avx2Vnni,
         Level::Avx512,
         Level::Avx512Bf16,
+        Level::Amx,
     ];
 
     /// Whether kernels can run at the level: it is compiled in, and the processor and the operating
@@ -37,7 +40,7 @@ impl Level {
             Level::Scalar => true,
             Level::Avx2 => cfg!(feature = "avx2"),
             Level::Avx2Vnni => cfg!(feature = "avx-vnni"),
-            Level::Avx512 | Level::Avx512Bf16 => cfg!(feature = "avx512"),
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => cfg!(feature = "avx512"),
         };
         is_compiled && self.has_instructions()
     }
@@ -81,6 +84,8 @@ impl Level {
             Level::Avx512Bf16 => {
                 Level::Avx512.has_instructions() && is_x86_feature_detected!("avx512bf16")
             }
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx => Level::Avx512Bf16.has_instructions() && may_use_tiles(),
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,
         }
@@ -88,7 +93,7 @@ impl Level {
 
     /// The fastest level of this machine, determined once: the highest supported level that is not
     /// slower than the level below on this processor. For diagnosis, the environment variable
-    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`) selects another
+    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`, `amx`) selects another
     /// level; if that is not supported, the next lower one is used.
     pub fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
@@ -144,7 +149,7 @@ impl Level {
         let products = match self {
             Level::Scalar => 5e8,
             Level::Avx2 | Level::Avx2Vnni => 1e10,
-            Level::Avx512 | Level::Avx512Bf16 => 2e10,
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => 2e10,
         };
         Speed {
             products,
@@ -160,6 +165,46 @@ impl Level {
             Level::Avx2Vnni => "avx2vnni",
             Level::Avx512 => "avx512",
             Level::Avx512Bf16 => "avx512bf16",
+            Level::Amx => "amx",
         }
     }
+}
+
+/// Whether the processor has tiles and the product of BF16, and Linux lets this process use them.
+///
+/// The first call asks Linux for the permission, which the process keeps. It is not given if the
+/// kernel or the hypervisor has no tiles, if a thread's alternate signal stack is too small for
+/// them, or if a seccomp filter forbids the question.
+#[cfg(target_arch = "x86_64")]
+fn may_use_tiles() -> bool {
+    static PERMITTED: OnceLock<bool> = OnceLock::new();
+    *PERMITTED.get_or_init(|| {
+        const BF16: u32 = 1 << 22;
+        const TILES: u32 = 1 << 24;
+        let has_leaf = std::arch::x86_64::__cpuid_count(0, 0).eax >= 7;
+        let has_instructions =
+            has_leaf && std::arch::x86_64::__cpuid_count(7, 0).edx & (BF16 | TILES) == BF16 | TILES;
+        has_instructions && ask_for_tile_data()
+    })
+}
+
+/// Asks Linux for the state of tiles in this process (`Documentation/arch/x86/xstate.rst`).
+#[cfg(target_arch = "x86_64")]
+fn ask_for_tile_data() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_long = 18;
+        // SAFETY: `arch_prctl` with this operation takes numbers only, and accesses no memory.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_arch_prctl,
+                ARCH_REQ_XCOMP_PERM,
+                XFEATURE_XTILEDATA,
+            )
+        };
+        result == 0
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
 }

@@ -106,6 +106,10 @@ impl Case {
                         dequantize(column.as_ptr(), x_values.as_mut_ptr(), k);
                     }
                     Activation::I16 => x_values.copy_from_slice(&values),
+                    Activation::Tiles => {
+                        let bf16 = Format::of(Type::Bf16).unwrap();
+                        (bf16.dequantize_row)(column.as_ptr(), x_values.as_mut_ptr(), k);
+                    }
                     Activation::Prepared => {
                         let scalar = MatmulKernel::at(ty, Level::Scalar).unwrap();
                         let format = scalar.activation.format();
@@ -349,6 +353,9 @@ fn rounding_kernels_compute_products_of_the_rounded_values() {
             let Some(kernel) = MatmulKernel::rounded_at(ty, MANY, MANY, level) else {
                 continue;
             };
+            if kernel.activation == Activation::Tiles {
+                continue;
+            }
             for k in [1, 2, 31, 32, 33, 127, 128, 129, 160, 1023] {
                 for (rows, cols) in [(1, 1), (5, 3), (9, 8), (3, 13), (33, 40), (64, 32)] {
                     let shape = [k, rows, cols];
@@ -361,6 +368,105 @@ fn rounding_kernels_compute_products_of_the_rounded_values() {
                         Case::of(kernel, round, |x| x, shape, &mut random).check(level);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// A weight as a kernel with tiles rounds it.
+fn round_to_bf16(w: f32) -> f32 {
+    half::bf16::from_f32(w).to_f32()
+}
+
+/// The kernels with tiles at a level.
+fn tile_kernels(level: Level) -> impl Iterator<Item = MatmulKernel> {
+    let rounded = move |ty| MatmulKernel::rounded_at(ty, MANY, MANY, level);
+    weights()
+        .filter_map(rounded)
+        .filter(|kernel| kernel.activation == Activation::Tiles)
+}
+
+/// Every edge of a tile: rows and columns around 16, 32 and a block, one chunk of `k` and several.
+#[test]
+fn tiles_compute_products_of_the_rounded_values() {
+    let mut random = Random::new(50);
+    for level in levels() {
+        for kernel in tile_kernels(level) {
+            let (mut error, mut count) = (0.0, 0.0);
+            let unit = unit(kernel.weight).next_multiple_of(32);
+            let few = [
+                (1, 1),
+                (15, 17),
+                (16, 16),
+                (17, 15),
+                (31, 33),
+                (32, 32),
+                (33, 31),
+            ];
+            let many = [(260, 34), (3, 515)];
+            let lengths = [unit, 3 * unit, 256, 256 + unit, 1024 + unit];
+            let shapes = lengths.map(|k| few.map(|(rows, cols)| [k, rows, cols]));
+            let shapes = shapes.into_iter().flatten();
+            for shape in shapes.chain(many.map(|(rows, cols)| [512, rows, cols])) {
+                let case = Case::of(kernel, round_to_bf16, |x| x, shape, &mut random);
+                // The sum of a weight and its minimum may be rounded once or twice before it is
+                // rounded to BF16. So a weight is sometimes, but seldom, the next BF16.
+                case.compare(level, 4e-3, 1e-30);
+                let results = case.run(level, 0..case.rows, 0..case.cols);
+                for (&got, &(exact, size)) in results.iter().zip(&case.exact) {
+                    error += ((f64::from(got) - exact) / size).powi(2);
+                    count += 1.0;
+                }
+            }
+            let error = (error / count).sqrt();
+            assert!(error < 2e-6, "{:?} at {level:?}: {error}", kernel.weight);
+        }
+    }
+}
+
+/// A result depends on its row and its column, not on those beside them.
+#[test]
+fn tiles_do_not_depend_on_the_columns_beside_them() {
+    let mut random = Random::new(51);
+    for level in levels() {
+        for kernel in tile_kernels(level) {
+            assert!(kernel.one_order && !kernel.takes_tables);
+            let (k, rows, cols) = (512, 70, 70);
+            let mut case = Case::of(kernel, |w| w, |x| x, [k, rows, cols], &mut random);
+            for noise in [false, true] {
+                if noise {
+                    case.w.iter_mut().for_each(|byte| *byte = random.byte());
+                    case.x.iter_mut().for_each(|byte| *byte = random.byte());
+                }
+                let whole = bits(&case.run(level, 0..rows, 0..cols));
+                for (rows_of, columns) in [(0..1, 69..70), (7..30, 1..40), (32..70, 16..48)] {
+                    let part = bits(&case.run(level, rows_of.clone(), columns.clone()));
+                    for (c, part) in columns.zip(part.chunks(rows_of.len())) {
+                        let expected = &whole[c * rows..][rows_of.clone()];
+                        assert!(part == expected, "{:?} at {level:?}", kernel.weight);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A NaN in the scale of a block, whatever its payload, reaches the results.
+#[test]
+fn tiles_keep_every_nan() {
+    let mut random = Random::new(52);
+    for level in levels() {
+        for kernel in tile_kernels(level) {
+            // The format begins with an F16 scale, and has no zero point to hide behind.
+            if !matches!(kernel.weight, Type::Q4_0 | Type::Q8_0 | Type::F16) {
+                continue;
+            }
+            let mut case = Case::of(kernel, |w| w, |x| x, [64, 33, 33], &mut random);
+            case.w[..2].copy_from_slice(&[0xff, 0xff]);
+            let results = case.run(level, 0..33, 0..33);
+            for column in results.chunks(33) {
+                assert!(column[0].is_nan(), "{:?} at {level:?}", kernel.weight);
+                assert!(column[1..].iter().all(|x| x.is_finite()));
             }
         }
     }

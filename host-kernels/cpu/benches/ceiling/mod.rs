@@ -59,7 +59,7 @@ fn rate(level: Level, work: [(fn(), usize); 2], seconds: impl Fn(fn()) -> f64) -
     let (work, lanes) = match level {
         Level::Scalar => return None,
         Level::Avx2 | Level::Avx2Vnni => work[0],
-        Level::Avx512 | Level::Avx512Bf16 => work[1],
+        Level::Avx512 | Level::Avx512Bf16 | Level::Amx => work[1],
     };
     let best = (0..10).map(|_| seconds(work)).fold(f64::MAX, f64::min);
     Some((2 * lanes * SUMS * ROUNDS) as f64 / best / 1e9)

@@ -220,21 +220,28 @@ pub enum Activation {
     /// [short rows](MatmulKernel::of_short_rows) reads them. Memory for a column is aligned to
     /// floats, and has whole chunks of 256 elements.
     Prepared,
+    /// BF16, for tiles of AMX. Columns are an odd number of cache lines apart, so that the columns
+    /// of a tile are in different sets of a cache.
+    Tiles,
 }
 
 impl Activation {
     /// The format of a ggml type.
     ///
     /// # Panics
-    /// For [`Activation::I16`] and [`Activation::Prepared`], which are no ggml types.
+    /// For all but [`Activation::Typed`], which are no ggml types.
     pub fn format(self) -> &'static Format {
         match self {
             Activation::Typed(ty) => Format::of(ty).expect("every activation is a format"),
             Activation::I16 => panic!("the 14-bit integers are no ggml type"),
             Activation::Prepared => panic!("prepared columns are no ggml type"),
+            Activation::Tiles => panic!("columns for tiles are no ggml type"),
         }
     }
 }
+
+/// The most columns of a call, of kernels that unpack weights to panels.
+pub(super) const PANEL_COLUMNS: usize = 256;
 
 /// How to multiply with one type of weights.
 #[derive(Debug, Clone, Copy)]
@@ -252,6 +259,9 @@ pub struct MatmulKernel {
     pub panel_cols: usize,
     /// If rows are divided between calls, each part should be a multiple of this.
     pub row_tile: usize,
+    /// If columns are divided between calls, the most that a call should have: those that share
+    /// what is unpacked, and whose sums and activations stay in a cache.
+    pub most_columns: usize,
     /// Whether `gemm` takes a [`ColumnTable`]. Each column of a table gets the bits that the column
     /// gets in a call of fewer than [`panel_cols`](MatmulKernel::panel_cols) columns without one.
     pub takes_tables: bool,

@@ -29,10 +29,12 @@ pub(crate) use kernel::{MAX_WEIGHTED_ROWS, WeightedRows, WeightedRowsArgs};
 pub(crate) use limits::{MAX_KEPT, MAX_PREPARED, MIN_COLUMNS, prepared_bytes};
 pub(crate) use thread_memory::ThreadMemory;
 
+use half::bf16;
+
 use crate::formats::Type;
 
 impl Activation {
-    /// Bytes of a column of `k` activations.
+    /// Bytes of a column of `k` activations: those from one column to the next.
     pub fn column_bytes(self, k: usize) -> usize {
         match self {
             Activation::Typed(_) => self.format().row_bytes(k),
@@ -40,10 +42,20 @@ impl Activation {
             Activation::I16 => x86::i16_column_bytes(k),
             #[cfg(target_arch = "x86_64")]
             Activation::Prepared => x86::prepared_column_bytes(k),
+            #[cfg(target_arch = "x86_64")]
+            Activation::Tiles => x86::tiles_column_bytes(k),
             #[cfg(not(target_arch = "x86_64"))]
-            Activation::I16 | Activation::Prepared => {
+            Activation::I16 | Activation::Prepared | Activation::Tiles => {
                 unreachable!("only kernels of x86-64 take them")
             }
+        }
+    }
+
+    /// The offset of element `start`, a multiple of every block and chunk, in a column.
+    pub(crate) fn offset(self, start: usize) -> usize {
+        match self {
+            Activation::Tiles => start * size_of::<bf16>(),
+            _ => self.column_bytes(start),
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Each block of weights is decoded once and multiplied with all columns. Sums run over the blocks
 //! in order, in `dst` itself.
 
-use super::kernel::{Activation, GemmArgs, MatmulKernel};
+use super::kernel::{Activation, GemmArgs, MatmulKernel, PANEL_COLUMNS};
 use crate::formats::{
     self, Block32Format, BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S,
     BlockIq3Xxs, BlockIq4Nl, BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K,
@@ -53,6 +53,7 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         gemm,
         panel_cols: 1,
         row_tile: 1,
+        most_columns: PANEL_COLUMNS,
         takes_tables: false,
         one_order: true,
     })

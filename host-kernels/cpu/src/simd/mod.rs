@@ -96,7 +96,7 @@ unsafe fn run_at<T: Task>(level: Level, task: T) -> T::Output {
         // SAFETY: `x86::avx512` requires the instructions of `Level::Avx512`, which both levels
         // include. The caller guarantees that the processor supports `level`.
         #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
-        Level::Avx512 | Level::Avx512Bf16 => unsafe { x86::avx512(task) },
+        Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe { x86::avx512(task) },
         // A level that is not compiled in is not supported.
         #[allow(unreachable_patterns)]
         _ => task.run(Scalar(())),

@@ -53,11 +53,14 @@ fn other_levels() -> Vec<&'static str> {
             && has!("avx512vnni");
         let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let is_intel = processor.contains("GenuineIntel");
+        let has_amx = processor.contains(" amx_bf16") && processor.contains(" amx_tile");
         for (name, is_supported, is_slower) in [
             ("avx2", avx2, false),
             ("avx2vnni", avx2 && has!("avxvnni"), false),
             ("avx512", avx512, false),
             ("avx512bf16", avx512 && has!("avx512bf16"), is_intel),
+            // If the kernel does not permit tiles, the level below is tried twice.
+            ("amx", avx512 && has_amx, false),
         ] {
             if is_supported {
                 levels.push(name);

@@ -61,6 +61,26 @@ unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
     }
 }
 
+/// Unlike the portable code, subnormal numbers become zero, as in the products of BF16.
+///
+/// # Safety
+/// As [`QuantizeRow`]; AVX-512 with BF16.
+#[cfg(feature = "avx512")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(super) unsafe fn to_bf16_wide(src: *const f32, dst: *mut u8, n: usize) {
+    for i in (0..n).step_by(16) {
+        let mask = ((1u32 << (n - i).min(16)) - 1) as u16;
+        // SAFETY: the mask has the `n - i` lowest lanes, or all, and masked lanes are not accessed:
+        // `src` is readable for `n` floats, and `dst` writable for `n` BF16 of two bytes.
+        // `__m256bh` and `__m256i` both have 32 bytes, any of which are valid.
+        unsafe {
+            let halves = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, src.add(i)));
+            let halves = std::mem::transmute::<__m256bh, __m256i>(halves);
+            _mm256_mask_storeu_epi16(dst.add(2 * i).cast(), mask, halves);
+        }
+    }
+}
+
 /// # Safety
 /// As [`QuantizeRow`]; AVX2 and F16C.
 #[target_feature(enable = "avx2,f16c")]

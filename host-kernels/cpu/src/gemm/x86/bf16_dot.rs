@@ -279,10 +279,49 @@ register_fns! {
 /// 32 rows of a chunk, interleaved by pairs. As a [`Panel`], it needs AVX-512 BF16 besides the
 /// instructions of [`Avx512`].
 #[repr(C, align(64))]
-struct PairPanel<W> {
+pub(super) struct PairPanel<W> {
     pairs: [[u32; 32]; PAIRS],
     rows: [[u16; CHUNK]; 32],
     format: PhantomData<W>,
+}
+
+impl<W: Bf16Weights> PairPanel<W> {
+    /// [`Panel::unpack`] to other memory.
+    ///
+    /// # Safety
+    /// As [`Panel::unpack`]. `pairs` is writable for `len / 2` pairs of 32 rows, rounded up to 16
+    /// pairs.
+    #[inline(always)]
+    pub(super) unsafe fn unpack_to(
+        &mut self,
+        call: &GemmArgs,
+        row: usize,
+        start: usize,
+        len: usize,
+        pairs: *mut [u32; 32],
+    ) {
+        // SAFETY: `call.row` returns a row of the call, readable for `call.k >= start + len`
+        // weights; the loads end at `start + len`. `len <= CHUNK`, a multiple of 32, so the stores
+        // are inside the `CHUNK` elements of `to`. `interleave` reads 32 rows of `CHUNK` elements
+        // and writes `len / 2` pairs of 32 rows, rounded up to 16 pairs, which the caller
+        // guarantees. The contract of `Panel` includes AVX-512.
+        unsafe {
+            for (r, to) in self.rows.iter_mut().enumerate() {
+                let from = call.row(row + r);
+                let (from, to) = (from.add(2 * start), to.as_mut_ptr());
+                let whole = len / 32 * 32;
+                for i in (0..whole).step_by(32) {
+                    Avx512::store_int(to.add(i).cast(), W::load(from.add(2 * i)));
+                }
+                if whole < len {
+                    let last = W::load_first(from.add(2 * whole), len - whole);
+                    Avx512::store_int(to.add(whole).cast(), last);
+                }
+            }
+            let rows = self.rows.as_ptr().cast();
+            panel::interleave::<Avx512>(rows, CHUNK * 2, len.div_ceil(2), 2, pairs.cast());
+        }
+    }
 }
 
 impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
@@ -318,27 +357,10 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: `call.row` returns a row of the call, readable for `call.k >= start + len`
-        // weights; the loads end at `start + len`. `len <= CHUNK`, a multiple of 32, so the stores
-        // are inside the `CHUNK` elements of `to`. `interleave` reads 32 rows of `CHUNK` elements
-        // and writes at most `PAIRS` pairs of 32 rows: `self.pairs`. The contract of `Panel`
-        // includes AVX-512.
-        unsafe {
-            for (r, to) in self.rows.iter_mut().enumerate() {
-                let from = call.row(row + r);
-                let (from, to) = (from.add(2 * start), to.as_mut_ptr());
-                let whole = len / 32 * 32;
-                for i in (0..whole).step_by(32) {
-                    Avx512::store_int(to.add(i).cast(), W::load(from.add(2 * i)));
-                }
-                if whole < len {
-                    let last = W::load_first(from.add(2 * whole), len - whole);
-                    Avx512::store_int(to.add(whole).cast(), last);
-                }
-            }
-            let (rows, pairs) = (self.rows.as_ptr().cast(), self.pairs.as_mut_ptr().cast());
-            panel::interleave::<Avx512>(rows, CHUNK * 2, len.div_ceil(2), 2, pairs);
-        }
+        let pairs = self.pairs.as_mut_ptr();
+        // SAFETY: the contract of `unpack_to` is that of this function, and `self.pairs` has room
+        // for all pairs of a chunk. `unpack_to` accesses `self.rows` besides.
+        unsafe { self.unpack_to(call, row, start, len, pairs) }
     }
 
     #[inline(always)]

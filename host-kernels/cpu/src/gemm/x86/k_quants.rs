@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::mem::{MaybeUninit, offset_of};
 
+use super::amx::BytePanel;
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
@@ -14,7 +15,7 @@ use super::panel::{self, Panel, Prefetch, Tile};
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::thread_memory::PREPARED;
-use crate::simd::{Avx2, register_fns};
+use crate::simd::{Avx2, Avx512, register_fns};
 
 /// The elements of a block.
 const CHUNK: usize = 256;
@@ -380,7 +381,7 @@ register_fns! {
 /// A super-block of a column, prepared for a panel.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct SuperColumn {
+pub(super) struct SuperColumn {
     /// The quants, by fours.
     quants: [u32; CHUNK / 4],
     /// Pairs of 16-bit sums of the sub-blocks.
@@ -390,7 +391,7 @@ struct SuperColumn {
 
 /// Up to 32 rows of a super-block, interleaved.
 #[repr(C, align(64))]
-struct KQuantPanel<S, B> {
+pub(super) struct KQuantPanel<S, B> {
     /// For each four elements, four quants of each row.
     quants: [[u8; 128]; CHUNK / 4],
     /// For each sub-block, the scale of each row, as [`Self::SCALES`] says.
@@ -670,6 +671,47 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                     sums.store::<S, P>(p, c, acc);
                 }
             }
+        }
+    }
+}
+
+impl<B: SuperBlockKernel> BytePanel for KQuantPanel<Avx512, B> {
+    const GROUP: usize = B::SUB;
+
+    #[inline(always)]
+    unsafe fn bytes(&self, word: usize, v: usize) -> __m512i {
+        // SAFETY: `unpack` has written the 128 bytes of `word`, of which vector `v < 2` is read.
+        // The caller guarantees AVX-512.
+        unsafe { _mm512_load_si512(self.quants[word].as_ptr().add(64 * v).cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn factors(&self, group: usize, v: usize) -> (__m512, __m512) {
+        // SAFETY: `unpack` has written the scales of `group` and, if there are any, the minimums of
+        // two groups at a time, for 32 rows, of which vector `v < 2` is read; and `d` and `dmin` of
+        // these rows. The caller guarantees AVX-512.
+        unsafe {
+            let scales = _mm512_load_si512(self.scales[group].as_ptr().add(16 * v).cast());
+            let scales = match Self::SCALES {
+                Scales::Integers => _mm512_cvtepi32_ps(scales),
+                Scales::Floats => _mm512_castsi512_ps(scales),
+                Scales::Pairs => unreachable!("AVX-512 sums in 32 bits"),
+            };
+            let d = _mm512_mul_ps(scales, _mm512_load_ps(self.d.as_ptr().add(16 * v)));
+            let m = match B::HAS_MIN {
+                true => {
+                    let mins = self.mins[group / 2].as_ptr().add(16 * v);
+                    let mins = _mm512_load_si512(mins.cast());
+                    let min = match group % 2 {
+                        0 => _mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(mins)),
+                        _ => _mm512_srai_epi32::<16>(mins),
+                    };
+                    let dmin = _mm512_load_ps(self.dmin.as_ptr().add(16 * v));
+                    _mm512_mul_ps(_mm512_cvtepi32_ps(min), dmin)
+                }
+                false => _mm512_mul_ps(_mm512_set1_ps(B::OFFSET as f32), d),
+            };
+            (d, _mm512_sub_ps(_mm512_setzero_ps(), m))
         }
     }
 }

@@ -7,6 +7,7 @@
 //! - `block32::short_rows`: as many rows of blocks of 32 as a vector has lanes, for keys.
 //! - `block32::weighted_rows`: sums of rows of blocks of 32, each times a weight, for values.
 //! - `eight_rows`: eight rows of quantised weights at a time, in the order of sums of a panel.
+//! - `amx`: products of many columns with tiles of BF16.
 //! - `bf16_dot`: products with the BF16 dot product instruction.
 //! - `int16`, `q8_int16`: products of 16-bit integers, for levels that multiply them faster than
 //!   floats or signed bytes.
@@ -19,6 +20,7 @@
 #![allow(clippy::needless_range_loop)]
 
 mod activations;
+mod amx;
 mod bf16_dot;
 mod block32;
 mod block32_decode;
@@ -34,6 +36,8 @@ mod panel;
 mod plain;
 mod q8_int16;
 
+#[cfg(feature = "avx512")]
+pub(super) use amx::column_bytes as tiles_column_bytes;
 pub(super) use block32::column_bytes as prepared_column_bytes;
 pub(super) use int16::column_bytes as i16_column_bytes;
 
@@ -182,6 +186,41 @@ gemm!(
     bf16_dot::gemm::<W>
 );
 
+/// Products with AMX, of rows that are unpacked to BF16.
+#[cfg(feature = "avx512")]
+mod amx_kernels {
+    use super::amx::{self, BytePanel, Bytes};
+    use super::bf16_dot::{Bf16Weights, PairPanel};
+    use super::block32::Block32Panel;
+    use super::k_quants::KQuantPanel;
+    use super::plain::{self, PlainSuper};
+    use crate::formats::SuperBlockFormat;
+    use crate::gemm::kernel::GemmArgs;
+    use crate::simd::Avx512;
+
+    macro_rules! amx {
+        ($name:ident<$format:ident: $bound:ident>, $body:expr) => {
+            gemm!(
+                #[target_feature(
+                    enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
+                )]
+                $name<$format: $bound>,
+                $body
+            );
+        };
+    }
+
+    amx!(bytes<P: BytePanel>, amx::gemm::<Bytes<P>>);
+    amx!(pairs<W: Bf16Weights>, amx::gemm::<PairPanel<W>>);
+    amx!(plain<B: SuperBlockFormat>, |args| plain::gemm::<B>(
+        args,
+        bytes::<KQuantPanel<Avx512, PlainSuper>>
+    ));
+
+    pub(super) type Blocks<B> = Block32Panel<Avx512, B>;
+    pub(super) type SuperBlocks<B> = KQuantPanel<Avx512, B>;
+}
+
 /// The kernel for `weight` at `level`, above [`Level::Scalar`].
 pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
     let portable = crate::gemm::scalar::kernel(weight)?;
@@ -246,7 +285,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         #[cfg(feature = "avx512")]
         (Level::Avx512Bf16, Type::Bf16) => (bf16_dot_product::<bf16_dot::Bf16>, false),
         #[cfg(feature = "avx512")]
-        (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
+        (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, _) => at_level!(avx512),
         _ => {
             // Callers ask for supported levels only, and a level that is left out is none.
             debug_assert_eq!(level, Level::Scalar);
@@ -294,7 +333,7 @@ macro_rules! cached {
             #[cfg(feature = "avx-vnni")]
             Level::Avx2Vnni => at_level!(avx2_vnni),
             #[cfg(feature = "avx512")]
-            Level::Avx512 | Level::Avx512Bf16 => at_level!(avx512),
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => at_level!(avx512),
             _ => return None,
         }
     }};
@@ -360,6 +399,24 @@ pub(super) fn rounded(
             })
         }};
     }
+    #[cfg(feature = "avx512")]
+    if level == Level::Amx
+        && columns >= amx::COLUMNS
+        && k.is_multiple_of(amx::STEP)
+        && let Some(gemm) = amx_gemm(weight)
+    {
+        return Some(MatmulKernel {
+            gemm,
+            activation: Activation::Tiles,
+            quantize_activation: activations::to_bf16_wide,
+            panel_cols: 1,
+            row_tile: amx::PAIR_ROWS,
+            most_columns: amx::BLOCK_COLUMNS,
+            takes_tables: false,
+            one_order: true,
+            ..kernel(weight, level)?
+        });
+    }
     match (level, weight) {
         #[cfg(feature = "avx512")]
         (Level::Avx512Bf16, Type::F16) => Some(MatmulKernel {
@@ -372,7 +429,43 @@ pub(super) fn rounded(
         #[cfg(feature = "avx-vnni")]
         (Level::Avx2Vnni, _) if is_faster => rounded!(avx2_vnni),
         #[cfg(feature = "avx512")]
-        (Level::Avx512, _) if is_faster => rounded!(avx512),
+        (Level::Avx512 | Level::Amx, _) if is_faster => rounded!(avx512),
         _ => None,
     }
+}
+
+/// The product of `weight` with AMX.
+#[cfg(feature = "avx512")]
+fn amx_gemm(weight: Type) -> Option<Gemm> {
+    use amx_kernels::{Blocks, SuperBlocks, bytes, pairs, plain};
+    Some(match weight {
+        Type::F16 => pairs::<bf16_dot::F16>,
+        Type::Bf16 => pairs::<bf16_dot::Bf16>,
+        Type::Q4_0 => bytes::<Blocks<BlockQ4_0>>,
+        Type::Q4_1 => bytes::<Blocks<BlockQ4_1>>,
+        Type::Q5_0 => bytes::<Blocks<BlockQ5_0>>,
+        Type::Q5_1 => bytes::<Blocks<BlockQ5_1>>,
+        Type::Q8_0 => bytes::<Blocks<BlockQ8_0>>,
+        Type::Q1_0 => bytes::<Blocks<BlockQ1_0>>,
+        Type::Q2_0 => bytes::<Blocks<BlockQ2_0>>,
+        Type::Iq4Nl => bytes::<Blocks<BlockIq4Nl>>,
+        Type::Mxfp4 => bytes::<Blocks<BlockMxfp4>>,
+        Type::Nvfp4 => bytes::<Blocks<BlockNvfp4>>,
+        Type::Q2K => bytes::<SuperBlocks<BlockQ2K>>,
+        Type::Q3K => bytes::<SuperBlocks<BlockQ3K>>,
+        Type::Q4K => bytes::<SuperBlocks<BlockQ4K>>,
+        Type::Q5K => bytes::<SuperBlocks<BlockQ5K>>,
+        Type::Q6K => bytes::<SuperBlocks<BlockQ6K>>,
+        Type::Iq1S => plain::<BlockIq1S>,
+        Type::Iq1M => plain::<BlockIq1M>,
+        Type::Iq2Xxs => plain::<BlockIq2Xxs>,
+        Type::Iq2Xs => plain::<BlockIq2Xs>,
+        Type::Iq2S => plain::<BlockIq2S>,
+        Type::Iq3Xxs => plain::<BlockIq3Xxs>,
+        Type::Iq3S => plain::<BlockIq3S>,
+        Type::Iq4Xs => bytes::<SuperBlocks<BlockIq4Xs>>,
+        Type::Tq1_0 => plain::<BlockTq1_0>,
+        Type::Tq2_0 => bytes::<SuperBlocks<BlockTq2_0>>,
+        _ => return None,
+    })
 }

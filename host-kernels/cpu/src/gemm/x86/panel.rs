@@ -12,11 +12,11 @@
 use std::arch::x86_64::_MM_HINT_T0;
 
 use super::int_simd::{IntSimd, prefetch_line};
-use crate::gemm::kernel::GemmArgs;
+use crate::gemm::kernel::{GemmArgs, PANEL_COLUMNS};
 use crate::gemm::thread_memory::PREPARED;
 
 /// Columns of a block.
-const COLUMNS: usize = 256;
+const COLUMNS: usize = PANEL_COLUMNS;
 /// Rows of a block.
 const ROWS: usize = 256;
 /// Up to this many columns, each panel is multiplied along the whole of `k` before the next.

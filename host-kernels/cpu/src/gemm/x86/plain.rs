@@ -20,7 +20,7 @@ const ROWS: usize = 4;
 /// A decoded super-block.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
-struct PlainSuper {
+pub(super) struct PlainSuper {
     q: [u8; 256],
     /// One scale for each 16 quants.
     scales: [i16; 16],

@@ -86,7 +86,7 @@ impl Activations {
             let (column, start) = (unit / strips, unit % strips * STRIP);
             let n = STRIP.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
-            let to = column * self.column_bytes + self.kernel.activation.column_bytes(start);
+            let to = column * self.column_bytes + self.kernel.activation.offset(start);
             // SAFETY: the row has `k >= start + n` elements. `to` is the offset of this strip in
             // the activation memory that `new` has reserved, and one worker writes it. `STRIP` is a
             // multiple of every block and chunk, and `k` is a multiple of the block by the check of

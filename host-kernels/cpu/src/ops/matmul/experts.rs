@@ -246,7 +246,7 @@ impl ExpertColumns {
         let pairs = used * tokens;
         let is_grouped = tokens > 1;
         let grain = if is_grouped {
-            tile_columns(activations.source.ne[0], pairs)
+            tile_columns(&activations.kernel, activations.source.ne[0], pairs)
         } else {
             1
         };

@@ -14,8 +14,6 @@ use crate::kernel::Worker;
 use crate::operands::{Operands, parameters};
 use crate::view::View;
 
-/// The most columns in a tile: the block of columns of [`crate::gemm`].
-const TILE_COLUMNS: usize = 256;
 /// The most rows in a tile of several columns: the block of rows of [`crate::gemm`].
 pub(super) const TILE_ROWS: usize = 256;
 
@@ -38,10 +36,10 @@ pub(super) const LINE_FLOATS: usize = 16;
 
 /// The columns of a tile, of `columns`: whole cache lines of results, in parts that are as equal as
 /// possible. Longer columns have smaller tiles.
-pub(super) fn tile_columns(k: usize, columns: usize) -> usize {
+pub(super) fn tile_columns(kernel: &MatmulKernel, k: usize, columns: usize) -> usize {
     // The gemm of some types prepares the columns as f32.
     let most = MAX_PREPARED / size_of::<f32>() / k.max(1);
-    let most = most.clamp(MIN_COLUMNS, TILE_COLUMNS);
+    let most = most.clamp(MIN_COLUMNS, kernel.most_columns);
     let tiles = columns.div_ceil(most).max(1);
     columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
 }
@@ -189,7 +187,7 @@ impl TiledProduct {
         let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
         let (k, rows) = (weight.ne[0], weight.ne[1]);
         let columns = nest.columns.count;
-        let grain_columns = tile_columns(k, columns);
+        let grain_columns = tile_columns(&kernel, k, columns);
         let column_tiles = columns.div_ceil(grain_columns);
         let others = column_tiles * nest.batches();
         let at_once = grain_columns.min(columns);

@@ -14,7 +14,7 @@ pub(super) const CHUNK: usize = GROUPS * 32;
 /// and no result depends on it.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct GroupColumn {
+pub(in crate::gemm::x86) struct GroupColumn {
     /// The quants of each group, by fours.
     pub(super) quants: [[u32; 8]; GROUPS],
     /// The scale of each group.

@@ -19,7 +19,7 @@ use super::q8_int16::Q8AsI16;
 use crate::gemm::kernel::GemmArgs;
 pub(super) use dot::above_minus_128;
 use eight_rows::Block32Rows;
-use panel::Block32Panel;
+pub(super) use panel::Block32Panel;
 pub(in crate::gemm) use short_rows::column_bytes;
 pub(super) use short_rows::{gemm as short_rows_gemm, prepare_column};
 pub(super) use weighted_rows::weighted_rows;

@@ -6,14 +6,16 @@ use std::marker::PhantomData;
 use super::chunk::{CHUNK, GroupColumn, prepare};
 use super::dot::{dot, offset};
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::x86::amx::BytePanel;
 use crate::gemm::x86::block_simd::BlockSimd;
 use crate::gemm::x86::block32_decode::{GROUPS, chunk_scales, decode_words, depth, rows_from};
 use crate::gemm::x86::blocks::{Block32Kernel, Codes};
 use crate::gemm::x86::panel::{Panel, Prefetch, Tile, interleave};
+use crate::simd::Avx512;
 
 /// A chunk of up to 32 rows of weights, interleaved.
 #[repr(C, align(64))]
-pub(super) struct Block32Panel<S, B> {
+pub(in crate::gemm::x86) struct Block32Panel<S, B> {
     /// For each four elements of `k`, four quants of each row.
     quants: [[u8; 128]; CHUNK / 4],
     /// For each group, the scale of each row. Then for each group, the minimum of each row, or the
@@ -195,6 +197,38 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
                     sums.store::<S, P>(p, c, acc[p][c]);
                 }
             }
+        }
+    }
+}
+
+impl<B: Block32Kernel> BytePanel for Block32Panel<Avx512, B> {
+    const GROUP: usize = if B::HALF_SCALES { 16 } else { 32 };
+
+    #[inline(always)]
+    unsafe fn bytes(&self, word: usize, v: usize) -> __m512i {
+        // SAFETY: `unpack` has written the 128 bytes of `word`, of which vector `v < 2` is read.
+        // The caller guarantees AVX-512.
+        unsafe { _mm512_load_si512(self.quants[word].as_ptr().add(64 * v).cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn factors(&self, group: usize, v: usize) -> (__m512, __m512) {
+        let (g, part) = match B::HALF_SCALES {
+            true => (group / 2, group % 2),
+            false => (group, 0),
+        };
+        // SAFETY: `unpack` has written the scales of group `g < GROUPS` for 32 rows, of which
+        // vector `v < 2` is read; behind those of all groups are the scales of the second halves,
+        // or the minimums. The caller guarantees AVX-512.
+        unsafe {
+            let row = |i: usize| _mm512_load_ps(self.scales[i].as_ptr().add(16 * v));
+            let d = row(part * GROUPS + g);
+            let m = match B::HAS_MIN {
+                true => row(GROUPS + g),
+                false => _mm512_setzero_ps(),
+            };
+            let offset = _mm512_set1_ps(B::OFFSET as f32);
+            (d, _mm512_fnmadd_ps(offset, d, m))
         }
     }
 }
