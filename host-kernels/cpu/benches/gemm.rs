@@ -1,12 +1,14 @@
 //! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill
 //! (many columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
 //!
-//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--k N] [--json]
-//! [TYPE ..]`
+//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--beside LEVEL] [--cols N,N,..] [--k N]
+//! [--json] [TYPE ..]`
+//!
+//! `--beside`: another level of ours, interleaved with the first.
 //!
 //! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`;
-//! without the variable only our side is measured. Our side is measured twice, with the weights as
-//! they are in the file and, where it has a layout of its own for the type, repacked.
+//! without the variable only our side is measured. ggml is measured with the weights as they are in
+//! the file and, where it has them for the type, in the layouts of `CPU_REPACK` and of AMX.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -17,6 +19,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 use vgpu_cpu::formats::{Format, Type};
 use vgpu_cpu::gemm::{GemmArgs, Level, MatmulKernel};
+
+use ggml::Layout;
 
 mod ceiling;
 mod ggml;
@@ -64,6 +68,7 @@ fn main() {
     let mut k = LENGTH;
     let mut types = Vec::new();
     let mut json = false;
+    let mut beside = None;
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let mut value = || args.next().unwrap_or_else(|| panic!("{arg} needs a value"));
@@ -72,13 +77,8 @@ fn main() {
             "--bench" => {}
             // One object for each line of the table.
             "--json" => json = true,
-            "--level" => {
-                let name = value();
-                level = Level::ALL
-                    .into_iter()
-                    .find(|level| level.name() == name)
-                    .unwrap();
-            }
+            "--level" => level = level_of(&value()),
+            "--beside" => beside = Some(level_of(&value())),
             "--k" => k = value().parse().unwrap(),
             "--cols" => columns = value().split(',').map(|n| n.parse().unwrap()).collect(),
             name => types.push(Type::from_ggml_name(name).unwrap_or_else(|| panic!("{name}?"))),
@@ -100,13 +100,13 @@ fn main() {
             int16.unwrap_or(f64::NAN)
         );
         println!(
-            "{:>8} {:>5} {:>10} {:>12} {:>12} {:>12}",
-            "type", "cols", "ours", "vs ggml", "vs repacked", "of ceiling"
+            "{:>8} {:>5} {:>10} {:>12} {:>12} {:>12} {:>12} {:>12}",
+            "type", "cols", "ours", "vs beside", "vs ggml", "vs repacked", "vs AMX", "of ceiling"
         );
     }
     for ty in types {
         for &cols in &columns {
-            let mut line = measure(ty, k, level, cols, ggml.as_ref());
+            let mut line = measure(ty, k, [Some(level), beside], cols, ggml.as_ref());
             line.ceiling = match line.is_rounded {
                 // Products of bfloat16 have an instruction of their own.
                 true => int16.filter(|_| level < Level::Avx512Bf16),
@@ -128,8 +128,11 @@ struct Line {
     /// What the times are divided into: bytes of weights of a single column, operations of more.
     work: f64,
     ours: f64,
+    /// Another level of ours.
+    beside: Option<f64>,
     plain: Option<f64>,
     repacked: Option<f64>,
+    amx: Option<f64>,
     /// Whether the engine rounds the operands of so many columns further.
     is_rounded: bool,
     /// The rate that the processor cannot go beyond, if it is known.
@@ -155,11 +158,13 @@ impl Line {
             Some(ceiling) => format!("{:.0} %", 100.0 * self.rate(self.ours) / ceiling),
         };
         format!(
-            "{:>8} {:>5} {rate:>11} {:>12} {:>12} {of_ceiling:>12}",
+            "{:>8} {:>5} {rate:>11} {:>12} {:>12} {:>12} {:>12} {of_ceiling:>12}",
             self.ty.ggml_name(),
             self.cols,
+            ratio(self.beside),
             ratio(self.plain),
-            ratio(self.repacked)
+            ratio(self.repacked),
+            ratio(self.amx)
         )
     }
 
@@ -167,8 +172,10 @@ impl Line {
         let ours = Some(self.ours);
         let figures = [
             ("ours", ours),
+            ("beside", self.beside),
             ("ggml", self.plain),
             ("repacked", self.repacked),
+            ("amx", self.amx),
         ];
         let mut text = format!(
             r#"{{"type":"{}","columns":{}"#,
@@ -190,8 +197,22 @@ impl Line {
     }
 }
 
-/// Measures one line, with rows of `k` elements.
-fn measure(ty: Type, k: usize, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Line {
+/// The level of a name.
+fn level_of(name: &str) -> Level {
+    let mut levels = Level::ALL.into_iter();
+    levels
+        .find(|level| level.name() == name)
+        .unwrap_or_else(|| panic!("{name}?"))
+}
+
+/// Measures one line, with rows of `k` elements. `levels`: ours, and the one beside it.
+fn measure(
+    ty: Type,
+    k: usize,
+    levels: [Option<Level>; 2],
+    cols: usize,
+    ggml: Option<&ggml::Ggml>,
+) -> Line {
     let format = Format::of(ty).unwrap();
     let row_bytes = format.row_bytes(k);
     let rows = if cols == 1 {
@@ -200,14 +221,18 @@ fn measure(ty: Type, k: usize, level: Level, cols: usize, ggml: Option<&ggml::Gg
         PREFILL_ROWS
     };
     // What the engine takes.
-    let rounded = MatmulKernel::rounded_at(ty, k, cols, level);
-    let kernel = rounded.unwrap_or_else(|| MatmulKernel::at(ty, level).unwrap());
+    let rounded = levels.map(|level| MatmulKernel::rounded_at(ty, k, cols, level?));
+    let kernels =
+        [0, 1].map(|i| rounded[i].or_else(|| levels[i].and_then(|l| MatmulKernel::at(ty, l))));
+    let is_rounded = rounded[0].is_some();
     let weights = random_weights(format, k, rows);
     let x: Vec<f32> = random(k * cols, 5).collect();
-    let column_bytes = kernel.activation.column_bytes(k);
-    let mut columns = vec![0u8; column_bytes * cols];
+    let bytes_of = |kernel: &MatmulKernel| kernel.activation.column_bytes(k);
+    let most = kernels.iter().flatten().map(bytes_of).max();
+    let mut columns = vec![0u8; most.unwrap_or(0) * cols];
     let mut y = vec![0f32; rows * cols];
-    let mut ours = || {
+    let mut ours = |kernel: &MatmulKernel, y: &mut [f32]| {
+        let column_bytes = bytes_of(kernel);
         for c in 0..cols {
             // SAFETY: `x` and `columns` have `cols > c` columns of `k` elements.
             unsafe {
@@ -234,22 +259,30 @@ fn measure(ty: Type, k: usize, level: Level, cols: usize, ggml: Option<&ggml::Gg
                 table: None,
             });
         }
-        black_box(&y);
+        black_box(y);
     };
-    let product = |repacked| {
-        ggml.and_then(|ggml| ggml.product(ty, k, rows, cols, weights.bytes(), &x, repacked))
-    };
-    let (plain, repacked) = (product(false), product(true));
-    let (mut best, mut best_plain, mut best_repacked) = (f64::MAX, f64::MAX, f64::MAX);
+    let product =
+        |layout| ggml.and_then(|ggml| ggml.product(ty, k, rows, cols, weights.bytes(), &x, layout));
+    let plain = product(Layout::Plain);
+    let others = [product(Layout::Repacked), product(Layout::Amx)];
+    let (mut best, mut best_beside, mut best_plain) = (f64::MAX, f64::MAX, f64::MAX);
+    let mut best_others = [f64::MAX; 2];
     let start = Instant::now();
     let mut rounds = 0;
     while rounds < 5 || rounds < 200 && start.elapsed() < Duration::from_secs(2) {
-        best = best.min(seconds(&mut ours));
+        if let Some(kernel) = &kernels[1] {
+            best_beside = best_beside.min(seconds(|| ours(kernel, &mut y)));
+        }
+        if let Some(kernel) = &kernels[0] {
+            best = best.min(seconds(|| ours(kernel, &mut y)));
+        }
         if let Some(product) = &plain {
             best_plain = best_plain.min(seconds(|| product.compute()));
         }
-        if let Some(product) = &repacked {
-            best_repacked = best_repacked.min(seconds(|| product.compute()));
+        for (product, best) in others.iter().zip(&mut best_others) {
+            if let Some(product) = product {
+                *best = best.min(seconds(|| product.compute()));
+            }
         }
         rounds += 1;
     }
@@ -260,7 +293,7 @@ fn measure(ty: Type, k: usize, level: Level, cols: usize, ggml: Option<&ggml::Gg
         let error: f64 = y.iter().zip(&theirs).map(|(a, b)| square(a - b)).sum();
         let size: f64 = theirs.iter().map(|&b| square(b)).sum();
         // What is rounded further may differ as far as `test-backend-ops` allows.
-        let most = if rounded.is_some() { 5e-4 } else { 1e-6 };
+        let most = if is_rounded { 5e-4 } else { 1e-6 };
         assert!(
             error <= most * size,
             "{ty:?}: our product is not ggml's, NMSE {}",
@@ -277,9 +310,11 @@ fn measure(ty: Type, k: usize, level: Level, cols: usize, ggml: Option<&ggml::Gg
         cols,
         work,
         ours: best,
+        beside: measured(best_beside),
         plain: measured(best_plain),
-        repacked: measured(best_repacked),
-        is_rounded: rounded.is_some(),
+        repacked: measured(best_others[0]),
+        amx: measured(best_others[1]),
+        is_rounded,
         ceiling: None,
     }
 }

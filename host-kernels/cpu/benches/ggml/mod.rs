@@ -75,8 +75,8 @@ impl Ggml {
         Some(Ggml { base, cpu, backend })
     }
 
-    /// The product of `rows` rows of weights with `cols` columns; `None` if `repacked` is asked for
-    /// and ggml has no such layout for the type.
+    /// The product of `rows` rows of weights with `cols` columns; `None` if ggml has no such layout
+    /// for the type, or was built without it.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn product(
         &self,
@@ -86,7 +86,7 @@ impl Ggml {
         cols: usize,
         weights: &[u8],
         x: &[f32],
-        repacked: bool,
+        layout: Layout,
     ) -> Option<Product<'_>> {
         // SAFETY: ggml is called as its own examples call it; the sizes of `weights` and `x` are
         // those of the tensors they are copied to.
@@ -115,11 +115,6 @@ impl Ggml {
                 "ggml_backend_tensor_set",
                 fn(Object, *const c_void, usize, usize)
             );
-            let repacked_memory = function!(
-                self.cpu,
-                "_Z35ggml_backend_cpu_repack_buffer_typev",
-                fn() -> Object
-            );
             let context = || {
                 init(InitParams {
                     size: 1 << 20,
@@ -130,13 +125,22 @@ impl Ggml {
             let contexts = [context(), context()];
             // Wire ids of types equal ggml's values.
             let w = tensor(contexts[0], ty as c_int, k as i64, rows as i64);
-            let memory = if repacked {
-                repacked_memory()
-            } else {
-                plain_memory()
+            let memory = match layout {
+                Layout::Plain => plain_memory(),
+                Layout::Repacked => function!(
+                    self.cpu,
+                    "_Z35ggml_backend_cpu_repack_buffer_typev",
+                    fn() -> Object
+                )(),
+                Layout::Amx => self.amx_memory(),
             };
+            let is_known = layout != Layout::Amx || (!memory.is_null() && AMX_TYPES.contains(&ty));
+            if !is_known {
+                free(self, contexts, [std::ptr::null_mut(); 2]);
+                return None;
+            }
             let w_buffer = allocate(contexts[0], memory);
-            if repacked && !has_traits(w) {
+            if layout == Layout::Repacked && !has_traits(w) {
                 free(self, contexts, [w_buffer, std::ptr::null_mut()]);
                 return None;
             }
@@ -158,6 +162,43 @@ impl Ggml {
         }
     }
 }
+
+impl Ggml {
+    /// The buffer type whose products use AMX; null if ggml was built without it.
+    fn amx_memory(&self) -> Object {
+        // SAFETY: `cpu` is a library of ggml. If it has the function, it has this signature.
+        unsafe {
+            let name = c"_Z28ggml_backend_amx_buffer_typev";
+            let symbol = libc::dlsym(self.cpu, name.as_ptr());
+            if symbol.is_null() {
+                return std::ptr::null_mut();
+            }
+            std::mem::transmute::<Object, unsafe extern "C" fn() -> Object>(symbol)()
+        }
+    }
+}
+
+/// Where the weights of a product are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// As in a model file.
+    Plain,
+    /// In the buffer type `CPU_REPACK`.
+    Repacked,
+    /// In the buffer type `AMX`.
+    Amx,
+}
+
+/// The types that ggml multiplies with AMX (`qtype_has_amx_kernels`).
+const AMX_TYPES: [Type; 7] = [
+    Type::Q4_0,
+    Type::Q4_1,
+    Type::Q8_0,
+    Type::Q4K,
+    Type::Q5K,
+    Type::Q6K,
+    Type::Iq4Xs,
+];
 
 /// Whether ggml found a layout of its own for the tensor: its `extra` field, after `type`,
 /// `buffer`, `ne`, `nb`, `op`, `op_params`, `flags`, `src`, `view_src`, `view_offs`, `data` and

@@ -309,9 +309,35 @@ impl Booted {
     }
 
     /// The executor is killed under a program of a machine whose device ends with it: an error, and
-    /// no vGPU until the machine is started again. The machine itself goes on.
+    /// no vGPU until the machine is started again. The machine itself goes on, unless QEMU ends
+    /// itself; then this is tried once more.
     pub(crate) fn executor_killed(&mut self, prepared: &Prepared) -> Result<String> {
         let reference = self.guest.reference()?;
+        match self.kill_executor(prepared, &reference, 1) {
+            Err(error) if self.qemu_has_aborted() => {
+                let (qemu, socket) = (&self.qemu, self.served.socket());
+                self.guest = boot_machine(prepared, qemu, self.device, socket, &self.qemu_log)?;
+                let again = self.kill_executor(prepared, &reference, 2)?;
+                Ok(format!("{again}; QEMU ended itself at a kill before: {error}"))
+            }
+            result => result,
+        }
+    }
+
+    /// Whether QEMU has ended with the assertion that a vfio-user device meets if the guest writes
+    /// to it after its server has ended, and before QEMU has noticed: it sets an error twice.
+    fn qemu_has_aborted(&self) -> bool {
+        let log = std::fs::read_to_string(&self.qemu_log).unwrap_or_default();
+        self.device == VmDevice::VfioUser && log.contains("error_setv: Assertion")
+    }
+
+    /// One try of [`Booted::executor_killed`], with kill `count` of an executor.
+    fn kill_executor(
+        &mut self,
+        prepared: &Prepared,
+        reference: &str,
+        count: usize,
+    ) -> Result<String> {
         let environment = format!("{PLUGIN} {}", PCI.environment);
         let program = Program::start(&mut self.guest, "program", &environment, 99)?;
         let program_ends = |guest: &mut Guest, when: &str| -> Result<()> {
@@ -323,7 +349,7 @@ impl Booted {
         };
         program.begin(&mut self.guest, LONG)?;
         program.wait_for_tokens(&mut self.guest, 2)?;
-        self.served.kill(1)?;
+        self.served.kill(count)?;
         program_ends(&mut self.guest, "after the kill")?;
         program.begin(&mut self.guest, LONG)?;
         program_ends(&mut self.guest, "a load without a device")?;
@@ -332,7 +358,7 @@ impl Booted {
         self.guest.kill()?;
         let (qemu, socket) = (&self.qemu, self.served.socket());
         self.guest = boot_machine(prepared, qemu, self.device, socket, &self.qemu_log)?;
-        let equal = self.guest.generation(&PCI, &reference)?;
+        let equal = self.guest.generation(&PCI, reference)?;
         Ok(format!(
             "two errors in the guest, which goes on; started again: {equal}"
         ))
