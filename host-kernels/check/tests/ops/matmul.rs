@@ -429,7 +429,12 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
             let [slot, token, _] = row;
             let expert = ids.get([slot, token, 0, 0]) as u64;
             let x = x.row_values([slot % columns, token, 0]);
-            let lengths = [k, tokens];
+            // The CPU engine rounds further if each expert has many columns on average.
+            let columns = match engine.name() {
+                "cpu" => used * tokens / experts,
+                _ => tokens,
+            };
+            let lengths = [k, columns];
             compare_with_activations(types[0], lengths, engine, got.row_values(row), x, |i, x| {
                 dot(w.row_values([i, expert, 0]), x)
             });

@@ -93,7 +93,7 @@ unsafe fn run_at<T: Task>(level: Level, task: T) -> T::Output {
         // guarantees that the processor supports `level`.
         #[cfg(all(target_arch = "x86_64", any(feature = "avx2", feature = "avx-vnni")))]
         Level::Avx2 | Level::Avx2Vnni => unsafe { x86::avx2(task) },
-        // SAFETY: `x86::avx512` requires the instructions of `Level::Avx512`, which both levels
+        // SAFETY: `x86::avx512` requires the instructions of `Level::Avx512`, which these levels
         // include. The caller guarantees that the processor supports `level`.
         #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
         Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe { x86::avx512(task) },

@@ -318,7 +318,9 @@ impl Booted {
                 let (qemu, socket) = (&self.qemu, self.served.socket());
                 self.guest = boot_machine(prepared, qemu, self.device, socket, &self.qemu_log)?;
                 let again = self.kill_executor(prepared, &reference, 2)?;
-                Ok(format!("{again}; QEMU ended itself at a kill before: {error}"))
+                Ok(format!(
+                    "{again}; QEMU ended itself at a kill before: {error}"
+                ))
             }
             result => result,
         }

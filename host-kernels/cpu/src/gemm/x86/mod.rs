@@ -36,7 +36,6 @@ mod panel;
 mod plain;
 mod q8_int16;
 
-#[cfg(feature = "avx512")]
 pub(super) use amx::column_bytes as tiles_column_bytes;
 pub(super) use block32::column_bytes as prepared_column_bytes;
 pub(super) use int16::column_bytes as i16_column_bytes;
@@ -401,9 +400,10 @@ pub(super) fn rounded(
     }
     #[cfg(feature = "avx512")]
     if level == Level::Amx
-        && columns >= amx::COLUMNS
+        && k > 0
         && k.is_multiple_of(amx::STEP)
-        && let Some(gemm) = amx_gemm(weight)
+        && let Some((gemm, least)) = amx_gemm(weight)
+        && columns >= least
     {
         return Some(MatmulKernel {
             gemm,
@@ -434,11 +434,11 @@ pub(super) fn rounded(
     }
 }
 
-/// The product of `weight` with AMX.
+/// The product of `weight` with AMX, and the columns from which on it is faster than without.
 #[cfg(feature = "avx512")]
-fn amx_gemm(weight: Type) -> Option<Gemm> {
+fn amx_gemm(weight: Type) -> Option<(Gemm, usize)> {
     use amx_kernels::{Blocks, SuperBlocks, bytes, pairs, plain};
-    Some(match weight {
+    let gemm: Gemm = match weight {
         Type::F16 => pairs::<bf16_dot::F16>,
         Type::Bf16 => pairs::<bf16_dot::Bf16>,
         Type::Q4_0 => bytes::<Blocks<BlockQ4_0>>,
@@ -467,5 +467,10 @@ fn amx_gemm(weight: Type) -> Option<Gemm> {
         Type::Tq1_0 => plain::<BlockTq1_0>,
         Type::Tq2_0 => bytes::<SuperBlocks<BlockTq2_0>>,
         _ => return None,
-    })
+    };
+    let least = match weight {
+        Type::F16 | Type::Bf16 => amx::FLOAT_COLUMNS,
+        _ => amx::BLOCK_FORMAT_COLUMNS,
+    };
+    Some((gemm, least))
 }

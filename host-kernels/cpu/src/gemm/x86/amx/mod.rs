@@ -23,8 +23,12 @@ use crate::gemm::thread_memory::PREPARED;
 
 pub(super) use pairs::{BytePanel, Bytes, PAIR_ROWS};
 
-/// From this many columns on, a product with AMX is faster than one with AVX-512.
-pub(super) const COLUMNS: usize = 32;
+/// From this many columns on, a product with F16 or BF16 is faster with AMX than with AVX-512: 1.9
+/// times with 32 columns (`cargo bench -p vgpu-cpu --bench gemm -- --level amx --beside avx512`).
+pub(super) const FLOAT_COLUMNS: usize = 32;
+/// The same for formats with blocks, which cost more to unpack: 0.8 to 0.9 times with 32 columns,
+/// 1.1 to 1.2 times with 64.
+pub(super) const BLOCK_FORMAT_COLUMNS: usize = 64;
 /// `k` is a multiple of this: the elements that a tile multiplies at once.
 pub(super) const STEP: usize = 32;
 /// The elements of `k` that are multiplied at once: the unpacked weights of [`PAIR_ROWS`] rows stay
