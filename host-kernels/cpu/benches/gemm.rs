@@ -1,8 +1,8 @@
 //! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill
 //! (many columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
 //!
-//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--beside LEVEL] [--cols N,N,..] [--k N]
-//! [--json] [TYPE ..]`
+//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--beside LEVEL] [--cols N,N,..]
+//! [--k N] [--json] [TYPE ..]`
 //!
 //! `--beside`: another level of ours, interleaved with the first.
 //!

@@ -93,8 +93,8 @@ impl Level {
 
     /// The fastest level of this machine, determined once: the highest supported level that is not
     /// slower than the level below on this processor. For diagnosis, the environment variable
-    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`, `amx`) selects another
-    /// level; if that is not supported, the next lower one is used.
+    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`, `amx`) selects
+    /// another level; if that is not supported, the next lower one is used.
     pub fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| {

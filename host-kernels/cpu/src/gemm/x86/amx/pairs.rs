@@ -94,8 +94,8 @@ impl<P: BytePanel> PairWeights for Bytes<P> {
     }
 }
 
-/// `d * byte + m` for the four bytes of each lane, as two pairs of BF16, rounded to nearest, ties to
-/// even.
+/// `d * byte + m` for the four bytes of each lane, as two pairs of BF16, rounded to nearest, ties
+/// to even.
 ///
 /// # Safety
 /// The processor has AVX-512 with BF16.
