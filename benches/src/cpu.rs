@@ -108,7 +108,7 @@ enum Isa {
     Avx2Vnni,
     /// AVX-512
     Avx512,
-    /// AVX-512, and AMX in vgpu's engine
+    /// AVX-512, and AMX in vgpu's engine only: GCC 12 compiles ggml's AMX to code that crashes
     Amx,
 }
 
@@ -119,10 +119,18 @@ impl Isa {
             Isa::Scalar => "scalar",
             Isa::Avx2 => "avx2",
             Isa::Avx2Vnni => "avx2vnni",
-            Isa::Avx512 => "avx512",
+            // What the engine takes by itself on a processor without AMX.
+            Isa::Avx512 if is_intel() => "avx512",
+            Isa::Avx512 => "avx512bf16",
             Isa::Amx => "amx",
         }
     }
+}
+
+/// Whether this is a processor of Intel, whose BF16 dot product in 512 bits is not faster.
+fn is_intel() -> bool {
+    let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    processor.contains("GenuineIntel")
 }
 
 /// The configurations, by the names of their figures.

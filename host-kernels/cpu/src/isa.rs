@@ -18,7 +18,7 @@ pub enum Level {
     Avx512,
     /// AVX-512 with the BF16 dot product.
     Avx512Bf16,
-    /// [`Level::Avx512`], and for many columns AMX with tiles of BF16.
+    /// [`Level::Avx512Bf16`], and for many columns AMX with tiles of BF16.
     Amx,
 }
 
@@ -34,7 +34,8 @@ impl Level {
     ];
 
     /// Whether kernels can run at the level: it is compiled in, and the processor and the operating
-    /// system support it.
+    /// system support it. For [`Level::Amx`], Linux is asked once for the permission, which the
+    /// process keeps.
     pub fn is_supported(self) -> bool {
         let is_compiled = match self {
             Level::Scalar => true,
@@ -113,7 +114,10 @@ impl Level {
             let best = highest_first()
                 .find(|level| level.is_supported())
                 .expect("the scalar level is always supported");
-            let missing = highest_first().find(|level| *level > best && level.has_instructions());
+            // Tiles are asked for only if there are kernels for them.
+            let is_missing = |level: &Level| *level > best && *level != Level::Amx;
+            let missing =
+                highest_first().find(|level| is_missing(level) && level.has_instructions());
             if let Some(missing) = missing {
                 tracing::warn!(
                     "this build has no kernels for {}; those for {} are slower",
@@ -149,6 +153,7 @@ impl Level {
         let products = match self {
             Level::Scalar => 5e8,
             Level::Avx2 | Level::Avx2Vnni => 1e10,
+            // F32 has no products with tiles.
             Level::Avx512 | Level::Avx512Bf16 | Level::Amx => 2e10,
         };
         Speed {
@@ -203,6 +208,10 @@ fn ask_for_tile_data() -> bool {
                 XFEATURE_XTILEDATA,
             )
         };
+        if result != 0 {
+            let error = std::io::Error::last_os_error();
+            tracing::info!("this process may not use AMX, but AVX-512: {error}");
+        }
         result == 0
     }
     #[cfg(not(target_os = "linux"))]

@@ -113,7 +113,7 @@ impl CpuEngine {
     pub fn with(threads: Threads, memory_limit: Option<u64>) -> Result<CpuEngine, EngineError> {
         // The level asks Linux for tiles once, which a sandbox may forbid later.
         let level = isa::Level::best();
-        tracing::debug!("kernels for {}", level.name());
+        tracing::info!("the CPU engine has kernels for {}", level.name());
         let topology = Topology::of_this_process();
         let count = match threads.count {
             // Two threads of one core share its arithmetic units. A control group can allow fewer.

@@ -451,6 +451,29 @@ fn tiles_do_not_depend_on_the_columns_beside_them() {
     }
 }
 
+/// A product releases its tiles: what was in them is gone, and they cost nothing when the thread is
+/// suspended.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn tiles_are_released_after_a_product() {
+    /// Whether this thread has tiles in use: bit 18 of XINUSE.
+    #[target_feature(enable = "xsave")]
+    fn has_tiles() -> bool {
+        // SAFETY: a processor with AMX has XGETBV with operand 1, which only reads a register.
+        let in_use = unsafe { std::arch::x86_64::_xgetbv(1) };
+        in_use >> 18 & 1 == 1
+    }
+    let mut random = Random::new(53);
+    for level in levels() {
+        for kernel in tile_kernels(level) {
+            let case = Case::of(kernel, |w| w, |x| x, [256, 33, 33], &mut random);
+            case.run(level, 0..33, 0..33);
+            // SAFETY: a processor with tiles has XSAVE.
+            assert!(!unsafe { has_tiles() }, "{:?} at {level:?}", kernel.weight);
+        }
+    }
+}
+
 /// A NaN in the scale of a block, whatever its payload, reaches the results.
 #[test]
 fn tiles_keep_every_nan() {

@@ -70,7 +70,8 @@ mod cpu {
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
             mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources
-            hadamard mul_mat_id few_and_many_tokens_of_experts experts_are_checked out_prod
+            hadamard mul_mat_id few_and_many_tokens_of_experts experts_with_many_columns
+            experts_are_checked out_prod
             mul_mat_of_what_was_multiplied_before activations_beyond_f16
         }
         movement {

@@ -345,6 +345,8 @@ pub(crate) fn mul_mat_of_what_was_multiplied_before(engine: &dyn Engine) {
         (Type::F16, 12),
         (Type::Q4K, 7),
         (Type::Q4K, 40),
+        (Type::Q4K, 70),
+        (Type::F16, 40),
     ] {
         let random = &mut Random::new(columns);
         let mut rows = |ty, n| {
@@ -440,6 +442,48 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
             });
         }
     });
+}
+
+/// Experts with so many columns that they are multiplied in other ways: most tokens select the same
+/// expert, and one expert nobody. A demand for single precision holds for experts, too.
+pub(crate) fn experts_with_many_columns(engine: &dyn Engine) {
+    let exact = Op::MulMatId {
+        accumulator: Precision::F32,
+        activation: Precision::Default,
+    };
+    for (ty, k) in [
+        (Type::Q4K, 256),
+        (Type::F16, 288),
+        (Type::Iq3S, 256),
+        (Type::Q8_0, 96),
+    ] {
+        for op in [MUL_MAT_ID, exact] {
+            let random = &mut Random::new(k);
+            let (m, experts, tokens) = (19, 3, 601);
+            let w = Data::random_rows(ty, [k, m, experts, 1], true, random);
+            let w = w.fill(|| random.between(-1.0, 1.0));
+            let x = Data::dense(Type::F32, [k, 1, tokens, 1]);
+            let x = x.fill(|| random.between(-1.0, 1.0));
+            let mut token = 0;
+            let ids = Data::dense(Type::I32, [1, tokens, 1, 1]).fill(|| {
+                token += 1;
+                f64::from(token % 100 == 0)
+            });
+            let dst = Data::dense(Type::F32, [m, 1, tokens, 1]);
+            let got = run(engine, op, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+            let is_exact = op == exact && engine.name() == "cpu";
+            let columns = if is_exact { 1 } else { tokens / experts };
+            for row in got.row_indices() {
+                let [_, token, _] = row;
+                let expert = ids.get([0, token, 0, 0]) as u64;
+                let x = x.row_values([0, token, 0]);
+                let got = got.row_values(row);
+                compare_with_activations(ty, [k, columns], engine, got, x, |i, x| {
+                    dot(w.row_values([i, expert, 0]), x)
+                });
+            }
+        }
+    }
 }
 
 /// Activations beyond F16, of nodes that demand F32 or BF16 for them.

@@ -21,7 +21,7 @@ const WHOLE_COLUMNS: usize = 32;
 const CHUNK: usize = 512;
 
 /// The most bytes of chunks and of sums that a thread prepares besides.
-const CHUNK_BYTES: usize = 1 << 20;
+pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
 /// The most bytes that a product of rows and columns of `k` elements takes of each of the two
 /// buffers of a thread, for any number of columns.

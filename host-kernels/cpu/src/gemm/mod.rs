@@ -2,9 +2,11 @@
 //!
 //! Activations are first converted to the format that ggml pairs with the weights (its
 //! `vec_dot_type`). So the integer part of every dot product is the same integer that ggml
-//! computes, and only the order of the floating-point sums differs.
+//! computes, and only the order of the floating-point sums differs. With many columns, a product
+//! may be [rounded](MatmulKernel::rounded) instead.
 //!
-//! A [`MatmulKernel`] is chosen once per weight type by the instruction set ([`Level`]). Kernels
+//! A [`MatmulKernel`] is chosen by weight type, instruction set ([`Level`]) and, if it is rounded,
+//! the columns of the whole product and `k`. Kernels
 //! are single-threaded and access only their arguments and a thread-local scratch buffer. The
 //! engine cuts rows into parts, one call per part.
 //!
@@ -122,7 +124,7 @@ impl MatmulKernel {
     }
 
     /// A kernel for products with `columns` columns of `k` elements that rounds weights *and*
-    /// activations further than [`MatmulKernel::of`] and is up to twice as fast, if there is one.
+    /// activations further than [`MatmulKernel::of`] and is faster, if there is one.
     ///
     /// **With the BF16 dot product**, F16 is rounded to BF16 from [`ROUNDED_COLUMNS`] columns on.
     /// An operand of 8 significant bits has a relative error of at most 2^-8, with a root mean
@@ -136,7 +138,7 @@ impl MatmulKernel {
     /// from 32 (F16, BF16) or 64 columns on, if `k` is a multiple of 32. For quantised weights, the
     /// error is a tenth of that of activations of 8 bits.
     ///
-    /// **Without either**, F16 and BF16 are rounded to integers of 14 bits with one scale per 32
+    /// **Otherwise**, F16 and BF16 are rounded to integers of 14 bits with one scale per 32
     /// elements, if there are enough columns to pay for the conversion and enough elements for
     /// errors to cancel. The error of an operand is at most 2^-14 of the largest of its group. For
     /// values of similar magnitude this is less than the 2^-12 by which ggml rounds the activations

@@ -59,7 +59,7 @@ fn other_levels() -> Vec<&'static str> {
             ("avx2vnni", avx2 && has!("avxvnni"), false),
             ("avx512", avx512, false),
             ("avx512bf16", avx512 && has!("avx512bf16"), is_intel),
-            // If the kernel does not permit tiles, the level below is tried twice.
+            // If the kernel does not permit tiles, the level that is chosen then is tried twice.
             ("amx", avx512 && has_amx, false),
         ] {
             if is_supported {

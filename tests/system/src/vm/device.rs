@@ -23,6 +23,11 @@ pub(super) struct Served {
     socket: PathBuf,
 }
 
+/// The ready lines of a log.
+fn starts(log: &str) -> usize {
+    log.lines().filter(|l| l.starts_with("ready ")).count()
+}
+
 impl Served {
     /// Starts the executor with the further arguments `more`.
     pub(super) fn start(
@@ -51,10 +56,13 @@ impl Served {
 
     /// Waits until the log contains this number of ready lines.
     fn wait_for(&mut self, count: usize) -> Result<()> {
-        self.fd_store.wait_until(TIMEOUT, |fd_store| {
-            let log = fd_store.log();
-            log.lines().filter(|l| l.starts_with("ready ")).count() >= count
-        })
+        self.fd_store
+            .wait_until(TIMEOUT, |fd_store| starts(&fd_store.log()) >= count)
+    }
+
+    /// How often an executor has become ready.
+    fn starts(&self) -> usize {
+        starts(&self.fd_store.log())
     }
 
     /// The id of the current executor process.
@@ -314,10 +322,11 @@ impl Booted {
     pub(crate) fn executor_killed(&mut self, prepared: &Prepared) -> Result<String> {
         let reference = self.guest.reference()?;
         match self.kill_executor(prepared, &reference, 1) {
-            Err(error) if self.qemu_has_aborted() => {
+            Err(error) if self.served.starts() == 2 && self.qemu_has_aborted() => {
                 let (qemu, socket) = (&self.qemu, self.served.socket());
                 self.guest = boot_machine(prepared, qemu, self.device, socket, &self.qemu_log)?;
-                let again = self.kill_executor(prepared, &reference, 2)?;
+                let again = self.kill_executor(prepared, &reference, 2);
+                let again = again.with_context(|| format!("the second try, after: {error:#}"))?;
                 Ok(format!(
                     "{again}; QEMU ended itself at a kill before: {error}"
                 ))

@@ -55,8 +55,8 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     })
 }
 
-/// The kernel of a product. A MUL_MAT without demands gets the rounded kernel, if there is one, and
-/// so does a MUL_MAT_ID whose experts have enough columns on average.
+/// The kernel of a product. A MUL_MAT without demands gets the rounded kernel, if there is one. A
+/// MUL_MAT_ID gets the one with tiles, if its experts have enough columns on average.
 ///
 /// Where a node demands that activations stay F32, weights whose own kernel rounds activations to
 /// F16 or BF16, or keeps sums of activations in F16, get the kernel of F32. Where the node allows
@@ -78,10 +78,15 @@ pub(super) fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
             accumulator: Precision::Default,
             ..
         } => MatmulKernel::rounded(weight.ty, x.ne[0], x.ne[1]).unwrap_or(exact),
-        Op::MulMatId { .. } => {
+        Op::MulMatId {
+            accumulator: Precision::Default,
+            ..
+        } => {
             let [used, tokens, ..] = operands.src(2).ne;
             let columns = used.saturating_mul(tokens) / weight.ne[2].max(1);
-            MatmulKernel::rounded(weight.ty, x.ne[0], columns).unwrap_or(exact)
+            let rounded = MatmulKernel::rounded(weight.ty, x.ne[0], columns);
+            let has_tiles = |kernel: &MatmulKernel| kernel.activation == Activation::Tiles;
+            rounded.filter(has_tiles).unwrap_or(exact)
         }
         _ => exact,
     }

@@ -709,6 +709,8 @@ fn is_plain(first: &Term<'_>, term: &Term<'_>) -> bool {
     let (one, other) = (first.weight(), term.weight());
     matches!(term.node.op(), Op::MulMatId { .. })
         && (one.ty, one.ne[0], one.ne[2]) == (other.ty, other.ne[0], other.ne[2])
+        // A node may demand single precision.
+        && kernel_of(first.node).activation == kernel_of(term.node).activation
         && term.bias.is_none_or(|bias| bias.ne[1] == other.ne[2])
 }
 

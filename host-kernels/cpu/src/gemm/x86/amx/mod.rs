@@ -6,7 +6,9 @@
 //! for [`DEPTH`] elements. Tiles of bytes would multiply twice as many elements at once, but blocks
 //! of 32 weights have a scale each: their sums would leave the tiles after half an operation.
 //!
-//! A result is a sum over pairs of elements in order, whatever the columns and rows beside it.
+//! The order of a sum depends on `k` alone: the instruction sums even and odd elements of a step
+//! apart, and steps follow one another. So a result does not depend on the columns and rows beside
+//! it.
 
 mod pairs;
 mod tile;
@@ -19,6 +21,7 @@ use tile::{Block, MAX_SIDE, Shape, TileConfig};
 
 use super::int_simd::prefetch_line;
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::limits::CHUNK_BYTES;
 use crate::gemm::thread_memory::PREPARED;
 
 pub(super) use pairs::{BytePanel, Bytes, PAIR_ROWS};
@@ -38,6 +41,10 @@ const DEPTH: usize = 256;
 const BLOCK_ROWS: usize = 256;
 /// Columns of a block.
 pub(super) const BLOCK_COLUMNS: usize = 512;
+
+// What a call takes of the thread's memory is announced for any number of columns.
+const _: () =
+    assert!(size_of::<Unpacked>() + BLOCK_ROWS * BLOCK_COLUMNS * size_of::<f32>() <= CHUNK_BYTES);
 
 /// Bytes of a column of `k` activations: an odd number of cache lines.
 pub(in crate::gemm) const fn column_bytes(k: usize) -> usize {

@@ -35,7 +35,8 @@ pub(in crate::gemm::x86) trait PairWeights: Sized {
     );
 }
 
-/// A panel of bytes. A weight is `d * byte + m`.
+/// A panel of bytes. A weight is `d * byte + m`. An infinite `d`, or one whose products overflow,
+/// makes NaN or infinite weights, not always the same as the format's own.
 ///
 /// # Safety
 /// The panel has been unpacked with a `len` that includes the word or group, and `v < 2`. The
