@@ -1,5 +1,6 @@
 //! Paths of the checkout, and cargo as a command.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -67,11 +68,44 @@ pub fn reports() -> PathBuf {
 pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root());
+    // `cargo run` describes the package of this program to it. Build scripts of dependencies watch
+    // these variables (ring's: `CARGO_MANIFEST_DIR`): with those of this program, cargo would
+    // compile all that depends on them again when another program of the workspace builds.
+    for (name, _) in std::env::vars_os().filter(|(name, _)| describes_package(name)) {
+        cargo.env_remove(name);
+    }
     compiler_cache::use_in(&mut cargo);
     cargo
+}
+
+/// Whether a variable describes the package that cargo compiles or runs.
+fn describes_package(name: &OsStr) -> bool {
+    let name = name.as_encoded_bytes();
+    [&b"CARGO_MANIFEST_"[..], b"CARGO_PKG_"]
+        .iter()
+        .any(|prefix| name.starts_with(prefix))
 }
 
 /// Cores this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_build_does_not_see_the_package_of_this_program() {
+        // Cargo has set both for this test.
+        for name in ["CARGO_MANIFEST_DIR", "CARGO_PKG_NAME"] {
+            assert!(std::env::var_os(name).is_some(), "{name}");
+            let removed = (OsStr::new(name), None);
+            assert!(
+                cargo().get_envs().any(|changed| changed == removed),
+                "{name}"
+            );
+        }
+        assert!(!describes_package(OsStr::new("CARGO_HOME")));
+    }
 }
