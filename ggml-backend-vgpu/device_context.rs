@@ -22,6 +22,7 @@ use crate::connect::{ConnectTimeouts, DeviceAddress, ExecutorConnectError, LONG,
 use crate::ffi::object;
 use crate::ggml::Ggml;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
+use crate::program_exit;
 use crate::session::{Session, SessionError, Welcome};
 use crate::translate::Translator;
 
@@ -92,6 +93,9 @@ pub(crate) enum DeviceError {
     /// The session has failed.
     #[error(transparent)]
     Session(#[from] SessionError),
+    /// No session is opened any more.
+    #[error("the program ends")]
+    ProgramEnds,
 }
 
 /// ggml's callbacks for the objects of a device.
@@ -286,11 +290,15 @@ impl DeviceContext {
     ///
     /// # Errors
     ///
-    /// [`DeviceError::Connect`] if the executor cannot be reached.
+    /// [`DeviceError::Connect`] if the executor cannot be reached, [`DeviceError::ProgramEnds`] if
+    /// the program ends.
     pub(crate) fn session(&self) -> Result<Arc<Session>, DeviceError> {
         let mut current = self.current();
         if let Some(session) = current.session.as_ref().filter(|s| !s.is_lost()) {
             return Ok(Arc::clone(session));
+        }
+        if program_exit::has_begun() {
+            return Err(DeviceError::ProgramEnds);
         }
         let began = Instant::now();
         let timeouts = current.attempts.timeouts(began);

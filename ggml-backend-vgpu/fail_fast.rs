@@ -11,6 +11,8 @@ use std::io::Write as _;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use crate::program_exit;
+
 /// How often [`watch`] checks whether the executors are there.
 const PERIOD: Duration = Duration::from_millis(200);
 
@@ -23,7 +25,8 @@ fn is_enabled() -> bool {
 /// Ends the process if `VGPU_REQUIRED=1`, and returns otherwise. Called when there is no executor,
 /// or when one was lost.
 pub(crate) fn end_process_if_enabled(reason: &str) {
-    if !is_enabled() {
+    // A program that ends closes its sessions itself.
+    if !is_enabled() || program_exit::has_begun() {
         return;
     }
     // One write to standard error: the threads that write the program's log end with the process.

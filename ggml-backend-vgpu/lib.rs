@@ -5,6 +5,7 @@
 //!
 //! - [`abi`]: ggml's C interface. `ffi`: the mechanism of every function that ggml calls.
 //! - [`ggml`]: the ggml of this process. [`stamp`]: the version stamp in the library file.
+//! - `program_exit`: what happens when the program ends.
 //! - `lock`: locks whose order is checked. `logging`, `load_progress`, `stats`: what people get to
 //!   read. `waits`: `VGPU_DUMP`. `fail_fast`: `VGPU_REQUIRED`.
 //! - `translate`: from ggml's ids and parameters to the graph IR.
@@ -37,6 +38,7 @@ mod iface;
 mod load_progress;
 mod lock;
 mod logging;
+mod program_exit;
 mod session;
 pub mod stamp;
 mod stats;

@@ -18,6 +18,7 @@ use crate::abi::{
     ggml_log_level,
 };
 use crate::ggml::{Ggml, GgmlError};
+use crate::program_exit;
 
 /// Sends log lines to the log of `ggml` from now on. Later calls have no effect.
 pub(crate) fn start(ggml: Arc<Ggml>) {
@@ -45,6 +46,9 @@ struct GgmlLog(Arc<Ggml>);
 
 impl<S: Subscriber> Layer<S> for GgmlLog {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        if program_exit::has_begun() {
+            return;
+        }
         let mut line = String::from("ggml-vgpu:");
         event.record(&mut Line(&mut line));
         line.push('\n');

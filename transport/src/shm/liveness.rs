@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use super::layout::word;
+use super::layout::{STATE_CLOSED, word};
 use super::memory::{SharedWords, Window};
 use crate::fork::PerProcess;
-use crate::lock::{Guard, lock};
+use crate::lock::{Guard, lock, try_lock};
 
 /// The period of the heartbeat.
 pub const PERIOD: Duration = Duration::from_secs(1);
@@ -63,11 +63,14 @@ struct Heartbeat {
     epoch: Option<u64>,
 }
 
-/// The heartbeats of this process. `None` while the thread does not run. A forked child does not
-/// have the thread, and starts one of its own.
-static HEARTBEATS: PerProcess<Mutex<Option<Vec<Heartbeat>>>> = PerProcess::new();
+/// The heartbeats of a process. `None` while the thread does not run.
+type Heartbeats = Option<Vec<Heartbeat>>;
 
-fn heartbeats() -> Guard<'static, Option<Vec<Heartbeat>>> {
+/// The heartbeats of this process. A forked child does not have the thread, and starts one of its
+/// own.
+static HEARTBEATS: PerProcess<Mutex<Heartbeats>> = PerProcess::new();
+
+fn heartbeats() -> Guard<'static, Heartbeats> {
     let heartbeats = HEARTBEATS.get_or_init(Mutex::default);
     lock(heartbeats)
 }
@@ -107,6 +110,37 @@ pub fn start_guest(window: &Arc<Window>, epoch: u64) -> std::io::Result<()> {
         offset: word::GUEST_HEARTBEAT,
         epoch: Some(epoch),
     })
+}
+
+/// Closes the links of this process whose hosts cannot see that the process ends: each host ends
+/// its session at once instead of after [`SILENCE`]. For a process that ends now. Other threads may
+/// still use the links, and get the error of a closed link at some time. A forked child has none of
+/// its parent's links, and closes none.
+///
+/// Waits for no thread. Closes nothing if another thread, or the interrupted function below a
+/// signal handler, changes the list of heartbeats all the time.
+pub fn close_guests() {
+    /// The thread of the heartbeats has the list for microseconds, once a second.
+    const ATTEMPTS: u32 = 100;
+    let all = HEARTBEATS.get_or_init(Mutex::default);
+    let mut attempts = 0..ATTEMPTS;
+    let heartbeats = attempts.find_map(|attempt| {
+        if attempt > 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        try_lock(all)
+    });
+    let guests = heartbeats.iter().flat_map(|all| all.iter().flatten());
+    for heartbeat in guests {
+        let (Some(window), Some(epoch)) = (heartbeat.window.upgrade(), heartbeat.epoch) else {
+            continue;
+        };
+        if window.load(word::EPOCH) == epoch {
+            window.drain_writes();
+            window.store(word::GUEST_STATE, STATE_CLOSED);
+            window.full_fence();
+        }
+    }
 }
 
 fn add(heartbeat: Heartbeat) -> std::io::Result<()> {
@@ -239,6 +273,7 @@ impl Liveness {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shm::layout::STATE_OPEN;
 
     #[test]
     fn a_heartbeat_ends_with_its_window() {
@@ -258,6 +293,26 @@ mod tests {
         while gone.upgrade().is_some() || heartbeats().is_some() {
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    #[test]
+    fn process_that_ends_closes_its_own_guests_only() {
+        let guest = Arc::new(Window::anonymous(4096).unwrap());
+        let replaced = Arc::new(Window::anonymous(4096).unwrap());
+        let host = Arc::new(Window::anonymous(4096).unwrap());
+        for window in [&guest, &replaced, &host] {
+            window.store(word::EPOCH, 7);
+            window.store(word::GUEST_STATE, STATE_OPEN);
+        }
+        start_guest(&guest, 7).unwrap();
+        start_guest(&replaced, 7).unwrap();
+        start(&host).unwrap();
+        // A session of another program has begun in the same memory.
+        replaced.store(word::EPOCH, 8);
+        close_guests();
+        assert_eq!(guest.load(word::GUEST_STATE), STATE_CLOSED);
+        assert_eq!(replaced.load(word::GUEST_STATE), STATE_OPEN);
+        assert_eq!(host.load(word::GUEST_STATE), STATE_OPEN);
     }
 
     #[test]

@@ -984,9 +984,23 @@ impl<'a> Soak<'a> {
             .collect()
     }
 
-    fn end(self) -> Result<()> {
-        for program in self.programs {
+    /// Ends all. The sessions of programs that end by themselves end at once, also where nothing
+    /// shows the executor that a process has ended: in the machine, which still runs.
+    fn end(mut self) -> Result<()> {
+        for program in std::mem::take(&mut self.programs) {
             program.guest.finish()?;
+        }
+        let began = Instant::now();
+        loop {
+            let open = self.reported_sessions()?;
+            if open.is_empty() {
+                break;
+            }
+            ensure!(
+                began.elapsed() < AT_ONCE,
+                "sessions of programs that have ended {AT_ONCE:?} ago: {open:?}"
+            );
+            thread::sleep(LOOK_PERIOD);
         }
         drop(self.machine);
         self.executor.stop()
