@@ -29,6 +29,7 @@ use vgpu_executor::{HangFinding, HangWatch, log_queue, raise_descriptors, sandbo
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
 use crate::child_status;
+use crate::error_text;
 use crate::own_program::{OWN_PROGRAM, check_supervisor};
 use crate::runtime_dir;
 
@@ -128,8 +129,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 log(
                     Level::ERROR,
                     &format!(
-                        "no executor can be started ({error:#}); {} file descriptors are kept, the \
-                     next attempt is made in {} ms",
+                        "no executor can be started ({}); {} file descriptors are kept, the next \
+                         attempt is made in {} ms",
+                        error_text::one_line(&error),
                         stored.len(),
                         pause.as_millis()
                     ),

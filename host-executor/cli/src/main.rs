@@ -16,6 +16,7 @@ mod doctor;
 mod drain;
 mod dump;
 mod engine_probe;
+mod error_text;
 mod fd_store;
 #[cfg(feature = "tools")]
 mod generate;
@@ -159,7 +160,7 @@ fn main() -> ExitCode {
     let code = match outcome {
         Ok(code) => code,
         Err(error) => {
-            print(&format!("vgpu: {error:#}"));
+            print(&format!("vgpu: {}", error_text::one_line(&error)));
             match config_error::is_in(&error) {
                 true => ExitCode::from(config_error::EX_CONFIG),
                 false => ExitCode::FAILURE,

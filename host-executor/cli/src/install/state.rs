@@ -8,6 +8,7 @@ use vgpu_elf::Library;
 use super::DROP_IN;
 use super::ollama::Ollama;
 use super::stamp::{PLUGIN, Stamp};
+use crate::error_text;
 
 /// The state of the Ollama of a machine.
 #[derive(Debug)]
@@ -38,7 +39,7 @@ pub(crate) fn ollama_state(root: &Path) -> OllamaState {
         return OllamaState::WithoutPlugin(ollama.lib);
     }
     if let Err(error) = check(&ollama, &plugin) {
-        return OllamaState::Unusable(format!("{error:#}"));
+        return OllamaState::Unusable(error_text::one_line(&error));
     }
     let drop_in = ollama.drop_ins(root).map(|folder| folder.join(DROP_IN));
     match drop_in {

@@ -16,6 +16,8 @@ use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::{DumpThread, OperatorRequest, end_with_last_log};
 use vgpu_transport::link::socket_file;
 
+use crate::error_text;
+
 /// Signals within this time of the first one count as one: `timeout` and some service managers
 /// signal a process and its process group.
 const SAME_SIGNAL: Duration = Duration::from_millis(500);
@@ -138,7 +140,7 @@ fn outcome_of(done: anyhow::Result<String>) -> ReloadOutcome {
             ReloadOutcome { ok: true, message }
         }
         Err(error) => {
-            let message = format!("{error:#}");
+            let message = error_text::one_line(&error);
             error!("{message}");
             ReloadOutcome { ok: false, message }
         }

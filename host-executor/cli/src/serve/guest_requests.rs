@@ -8,6 +8,8 @@ use vgpu_executor::config::Settings;
 use vgpu_executor::size::shown;
 use vgpu_executor::status::{Progress, StatusHandle};
 
+use crate::error_text;
+
 /// Carries out `request`. `apply` makes settings effective, or fails and changes nothing.
 /// `running`: the settings that are effective, with the guests of `added`. After the removal of a
 /// guest, the caller ends the sessions of the guest ([`log_ended`] says so).
@@ -21,8 +23,9 @@ pub(super) fn answer(
     match change(request, added, running, apply) {
         Ok(()) => GuestAnswer::Done(list(added, running, status)),
         Err(error) => {
-            error!("the guests are unchanged: {error:#}");
-            GuestAnswer::Refused(format!("{error:#}"))
+            let reason = error_text::one_line(&error);
+            error!("the guests are unchanged: {reason}");
+            GuestAnswer::Refused(reason)
         }
     }
 }

@@ -20,6 +20,7 @@ use vgpu_transport::link::unix::{self, ListenError, ListenOptions};
 
 use super::certificates;
 use super::sandboxing::Confined;
+use crate::error_text;
 
 /// A listener that the settings ask for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -223,7 +224,9 @@ impl Listeners {
             }
             match self.bind(spec) {
                 Ok(bound) => self.open(acceptor, bound)?,
-                Err(error) => error!("a listener stays closed: {error:#}"),
+                Err(error) => {
+                    error!("a listener stays closed: {}", error_text::one_line(&error));
+                }
             }
         }
         Ok(())
