@@ -60,6 +60,43 @@ fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
     );
 }
 
+/// A desktop and other programs of the host use the GPU, too: who asks for the free memory, as Ollama
+/// does, has to be told what is left.
+#[test]
+fn memory_that_other_programs_of_the_host_use_is_not_free() {
+    const USED: u64 = 256 << 20;
+    const MEMORY: u64 = 1 << 20;
+    let folder = tempfile::tempdir().unwrap();
+    let engine = |kind, used, memory| {
+        let folder = folder.path().join(format!("{kind}-{used}"));
+        std::fs::create_dir_all(&folder).unwrap();
+        let changes = Changes {
+            kind,
+            used,
+            ..Changes::default()
+        };
+        let backend = GgmlBackend {
+            path: changed_backend(&cache::cached(""), &folder, &changes),
+            device: None,
+        };
+        start(&EngineKind::Ggml(backend), 1.into(), memory).unwrap()
+    };
+    let gpu = "GGML_BACKEND_DEVICE_TYPE_GPU";
+    let MemoryInfo { total, free } = engine(gpu, USED, None).memory();
+    assert_eq!(total - free, USED);
+    // The limit is less than what is left.
+    let limited = engine(gpu, USED, Some(MEMORY));
+    let all = MemoryInfo {
+        total: MEMORY,
+        free: MEMORY,
+    };
+    assert_eq!(limited.memory(), all);
+    let taken = limited.alloc(64 << 10).unwrap();
+    assert!(limited.memory().free < MEMORY - taken.size());
+    // Nothing is left.
+    assert_eq!(engine(gpu, u64::MAX >> 1, None).memory().free, 0);
+}
+
 /// Only a guest that leaves zeros behind its rows may have them read there.
 #[test]
 fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {

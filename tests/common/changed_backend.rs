@@ -12,7 +12,7 @@ const BUILD: &str = "build-llama-0.3.36/bin";
 const SOURCES: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
 
 /// Copies of the backend's objects, since other tests of the process have the originals.
-const SOURCE: &str = r"
+const SOURCE: &str = r#"
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <time.h>
@@ -22,7 +22,7 @@ const SOURCE: &str = r"
 
 static ggml_backend_reg_t real;
 static struct ggml_backend_reg reg;
-static struct ggml_backend_device device;
+static struct ggml_backend_device devices[2];
 static ggml_backend_t (*init_backend)(ggml_backend_dev_t, const char *);
 
 static struct ggml_backend_buffer_type buffer_type;
@@ -167,41 +167,68 @@ static void synchronize(ggml_backend_t backend) {
     }
 }
 
+static void (*real_memory)(ggml_backend_dev_t, size_t *, size_t *);
+
+static void get_memory(ggml_backend_dev_t dev, size_t *free, size_t *total) {
+    real_memory(dev, free, total);
+    *free = *total > USED ? *total - USED : 0;
+}
+
 static enum ggml_backend_dev_type get_type(ggml_backend_dev_t dev) { return TYPE; }
 
 static enum ggml_status fail(ggml_backend_t backend, struct ggml_cgraph *graph) { END }
 
+// Graphs that each device has computed.
+int computed[2];
+
+static enum ggml_status count(ggml_backend_t backend, struct ggml_cgraph *graph) {
+    __atomic_fetch_add(&computed[backend->device - devices], 1, __ATOMIC_RELAXED);
+    return fail(backend, graph);
+}
+
 static ggml_backend_t init(ggml_backend_dev_t dev, const char *params) {
     ggml_backend_t backend = init_backend(dev, params);
+    backend->device = dev;
     real_compute = backend->iface.graph_compute;
-    backend->iface.graph_compute = fail;
+    backend->iface.graph_compute = count;
     backend->iface.synchronize = NODE_TIME ? synchronize : backend->iface.synchronize;
     return backend;
 }
 
 static const char *get_name(ggml_backend_reg_t r) { return NAME; }
 
-static ggml_backend_dev_t get_device(ggml_backend_reg_t r, size_t index) { return &device; }
+static size_t get_device_count(ggml_backend_reg_t r) { return DEVICES; }
+
+static ggml_backend_dev_t get_device(ggml_backend_reg_t r, size_t index) {
+    return &devices[index];
+}
+
+static const char *get_second_name(ggml_backend_dev_t dev) { return "second"; }
 
 ggml_backend_reg_t ggml_backend_init(void) {
     void *library = dlopen(REAL, RTLD_NOW);
     ggml_backend_reg_t (*real_init)(void) = dlsym(library, SYMBOL);
     real = real_init();
     reg = *real;
-    device = *reg.iface.get_device(real, 0);
-    init_backend = device.iface.init_backend;
-    device.iface.init_backend = init;
-    buffer_type = *device.iface.get_buffer_type(&device);
+    devices[0] = *reg.iface.get_device(real, 0);
+    init_backend = devices[0].iface.init_backend;
+    devices[0].iface.init_backend = init;
+    buffer_type = *devices[0].iface.get_buffer_type(&devices[0]);
     buffer_type.iface.get_alloc_size = get_alloc_size;
-    device.iface.get_buffer_type = get_buffer_type;
-    device.iface.get_type = get_type;
-    real_supports = device.iface.supports_op;
-    device.iface.supports_op = supports;
+    devices[0].iface.get_buffer_type = get_buffer_type;
+    devices[0].iface.get_type = get_type;
+    real_memory = devices[0].iface.get_memory;
+    devices[0].iface.get_memory = get_memory;
+    real_supports = devices[0].iface.supports_op;
+    devices[0].iface.supports_op = supports;
+    devices[1] = devices[0];
+    devices[1].iface.get_name = get_second_name;
+    reg.iface.get_device_count = get_device_count;
     reg.iface.get_device = get_device;
     reg.iface.get_name = get_name;
     return &reg;
 }
-";
+"#;
 
 /// What of the backend is changed.
 pub(crate) struct Changes<'a> {
@@ -221,6 +248,11 @@ pub(crate) struct Changes<'a> {
     pub(crate) fuses: bool,
     /// What a node takes, in microseconds of a device that computes after the call. 0: as it is.
     pub(crate) node_time: u32,
+    /// Bytes that other programs use of the device's memory.
+    pub(crate) used: u64,
+    /// How many devices there are: one, or two. The second one has the name `second`. The library
+    /// counts the graphs of each in `computed`.
+    pub(crate) devices: usize,
     /// `enum ggml_backend_dev_type` of the device.
     pub(crate) kind: &'a str,
     /// The name of the backend.
@@ -236,6 +268,8 @@ impl Default for Changes<'_> {
             reads_rows: false,
             fuses: false,
             node_time: 0,
+            used: 0,
+            devices: 1,
             kind: "GGML_BACKEND_DEVICE_TYPE_CPU",
             name: "CPU",
         }
@@ -260,6 +294,8 @@ pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>
             format!("-DREADS_ROWS={}", u8::from(changes.reads_rows)),
             format!("-DFUSES={}", u8::from(changes.fuses)),
             format!("-DNODE_TIME={}", changes.node_time),
+            format!("-DUSED={}", changes.used),
+            format!("-DDEVICES={}", changes.devices),
             format!("-DTYPE={}", changes.kind),
             format!("-DNAME=\"{}\"", changes.name),
         ])

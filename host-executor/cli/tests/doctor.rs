@@ -220,6 +220,25 @@ fn a_driver_without_nvrtc() {
     );
 }
 
+/// A configuration with a backend of ggml that does not start, and with one that no guest may use.
+#[test]
+fn a_backend_of_ggml_that_cannot_be_used() {
+    let machine = Machine::new("ggml-backend");
+    let backend = machine.path("opt/libggml-vulkan.so");
+    machine.write("opt/libggml-vulkan.so", "no library");
+    let engine = format!("engine.kind = \"ggml:{}\"\n", backend.display());
+    for (more, reason) in [
+        ("", "--trust-guests"),
+        ("engine.trust-guests = true\n", "file too short"),
+    ] {
+        machine.write("etc/vgpu/vgpu.toml", &format!("{engine}{more}"));
+        let said = machine.doctor(&[]);
+        assert!(has(&said, "FAIL config", reason), "{}", said.text);
+        assert!(said.last().starts_with("next: sudoedit /"), "{}", said.text);
+        assert!(!said.is_well);
+    }
+}
+
 /// The library beside the driver in the kernel: not there, broken, old, of another version, with a
 /// crash, and with a call that never returns.
 #[test]

@@ -27,6 +27,8 @@ pub(crate) struct Allocator {
     /// The library's functions, which outlive every buffer.
     functions: &'static Functions,
     buft: abi::ggml_backend_buffer_type_t,
+    /// The device, if its memory is not that of the host.
+    device: Option<NonNull<abi::ggml_backend_device>>,
     /// The most bytes that buffers may have together.
     total: u64,
     used: AtomicU64,
@@ -34,10 +36,11 @@ pub(crate) struct Allocator {
     has_freed: AtomicBool,
 }
 
-// SAFETY: the buffer type is a constant object of the backend, and its functions may be called by
-// any thread.
+// SAFETY: the buffer type and the device are constant objects of the backend, and their functions
+// may be called by any thread.
 unsafe impl Send for Allocator {}
-// SAFETY: the buffer type is constant, and the flag is atomic.
+// SAFETY: the buffer type and the device are constant, and the other fields are atomic or do not
+// change.
 unsafe impl Sync for Allocator {}
 
 /// The bytes that an allocation of `size` bytes takes.
@@ -45,15 +48,38 @@ pub(crate) fn allocation_size(size: u64) -> u64 {
     size.saturating_add(SLACK).next_multiple_of(4096)
 }
 
+/// The free and the total bytes of a device by its driver (`get_memory`). 0: it does not know.
+///
+/// # Safety
+/// The device must be one of a loaded backend.
+pub(crate) unsafe fn memory_of(device: NonNull<abi::ggml_backend_device>) -> (u64, u64) {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the device exists and is constant (this function's contract), and its function takes
+    // the object itself and writes the two numbers.
+    unsafe {
+        if let Some(get_memory) = (*device.as_ptr()).iface.get_memory {
+            get_memory(device.as_ptr(), &raw mut free, &raw mut total);
+        }
+    }
+    (free as u64, total as u64)
+}
+
 impl Allocator {
-    pub(crate) fn new(
+    /// `total`: the most bytes that buffers may have together. `device`: the device, if its memory
+    /// is not that of the host.
+    ///
+    /// # Safety
+    /// The buffer type and the device must be objects of the library of `functions`.
+    pub(crate) unsafe fn new(
         functions: &'static Functions,
         buft: abi::ggml_backend_buffer_type_t,
+        device: Option<NonNull<abi::ggml_backend_device>>,
         total: u64,
     ) -> Allocator {
         Allocator {
             functions,
             buft,
+            device,
             total,
             used: AtomicU64::new(0),
             has_freed: AtomicBool::new(false),
@@ -75,10 +101,18 @@ impl Allocator {
         unsafe { (self.functions.buft_get_alloc_size)(self.buft, tensor) as u64 }
     }
 
-    /// The capacity, and what is not allocated.
+    /// The capacity, and what can be allocated: what is not allocated, and on a GPU no more than
+    /// its driver says is free. Other programs of the host may use the GPU, too. Calls the driver.
     pub(crate) fn free(&self) -> (u64, u64) {
         let used = self.used.load(Ordering::Relaxed);
-        (self.total, self.total.saturating_sub(used))
+        let rest = self.total.saturating_sub(used);
+        let driver = self.device.and_then(|device| {
+            // SAFETY: the device is one of the library's (the contract of `new`).
+            let (free, total) = unsafe { memory_of(device) };
+            // A driver that does not know says 0 of 0.
+            (total > 0).then_some(free)
+        });
+        (self.total, driver.map_or(rest, |free| rest.min(free)))
     }
 
     /// The largest buffer that the backend makes, in bytes.

@@ -14,7 +14,7 @@ use vgpu_engine::{Engine, EngineError, FallbackUse, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
-use crate::allocator::{Allocator, allocation_size};
+use crate::allocator::{Allocator, allocation_size, memory_of};
 use crate::device::{Backend, BackendDevice, Failures};
 use crate::library::{DeviceInfo, Library};
 use crate::loader::LibraryError;
@@ -116,16 +116,11 @@ impl GgmlEngine {
             device: name.clone(),
         };
         let raw = found.as_ptr();
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: the device object is constant and never freed, and its functions take the object
-        // itself. A null parameter stands for the default.
-        let buft = unsafe {
-            let iface = &(*raw).iface;
-            let buft = { iface.get_buffer_type }.map_or(ptr::null_mut(), |get| get(raw));
-            if let Some(get_memory) = iface.get_memory {
-                get_memory(raw, &raw mut free, &raw mut total);
-            }
-            buft
+        // SAFETY: the device is one of the library's, whose objects are constant and never freed,
+        // and its functions take the object itself.
+        let (buft, (_, total)) = unsafe {
+            let buft = { (*raw).iface.get_buffer_type }.map_or(ptr::null_mut(), |get| get(raw));
+            (buft, memory_of(found))
         };
         let threads = match threads {
             0 => std::thread::available_parallelism().map_or(1, NonZero::get),
@@ -136,7 +131,7 @@ impl GgmlEngine {
         let backend = backend.filter(|_| !buft.is_null()).ok_or_else(failed)?;
         let total = match total {
             0 => fallback.memory().total, // the backend does not know
-            total => total as u64,
+            total => total,
         };
         info!(
             "ggml {} from {}: device {name} ({description})",
@@ -154,7 +149,10 @@ impl GgmlEngine {
             );
         }
         let total = memory.map_or(total, |memory| memory.min(total));
-        let allocator = Arc::new(Allocator::new(library.functions(), buft, total));
+        let gpu = (!is_cpu).then_some(found);
+        // SAFETY: both objects are the library's.
+        let allocator = unsafe { Allocator::new(library.functions(), buft, gpu, total) };
+        let allocator = Arc::new(allocator);
         let speed = match is_cpu {
             true => fallback.speed(),
             false => SPEED,

@@ -15,6 +15,15 @@ pub enum LibraryError {
     #[error("{path}: {reason}")]
     #[allow(missing_docs)] // the message names every field
     Load { path: PathBuf, reason: String },
+    /// A library that the backend depends on is neither beside the backend nor where the dynamic
+    /// linker looks.
+    #[error(
+        "{path} needs {library}, which is missing on this machine: {next}",
+        path = path.display(),
+        next = provider(library)
+    )]
+    #[allow(missing_docs)]
+    Missing { path: PathBuf, library: String },
     /// The file is no backend of ggml, or of a ggml that lacks a function.
     #[error("{path} is not a backend of ggml: no function `{symbol}` in it or what it depends on")]
     #[allow(missing_docs)]
@@ -127,7 +136,8 @@ impl Handle {
     /// folders in `LD_LIBRARY_PATH`, which a process cannot change for itself.
     ///
     /// # Errors
-    /// [`LibraryError::Load`] with the message of the dynamic linker.
+    /// [`LibraryError::Missing`] if a library is not found, [`LibraryError::Load`] with the message
+    /// of the dynamic linker otherwise.
     pub(crate) fn open_with_dependencies(
         path: &Path,
         folders: &[&Path],
@@ -146,15 +156,19 @@ impl Handle {
                     Ok(handle) => return Ok(handle),
                     Err(error) => error,
                 };
-                let missing = match &error {
-                    LibraryError::Load { reason, .. } => missing_library(reason),
-                    _ => None,
+                let LibraryError::Load { reason, .. } = &error else {
+                    return Err(error);
+                };
+                let Some(missing) = missing_library(reason) else {
+                    return Err(error);
                 };
                 let mut places = { folders.iter() }
-                    .filter_map(|folder| Some(folder.join(missing?)))
+                    .map(|folder| folder.join(missing))
                     .filter(|place| place.exists() && !tried.contains(place));
                 let Some(place) = places.next() else {
-                    return Err(error);
+                    let library = missing.to_owned();
+                    let path = path.to_owned();
+                    return Err(LibraryError::Missing { path, library });
                 };
                 open(&place, folders, flags, tried)?;
             }
@@ -216,6 +230,43 @@ fn missing_library(reason: &str) -> Option<&str> {
     (!name.is_empty() && !name.contains('/')).then_some(name)
 }
 
+/// What a person does about a missing library. The names are those that ggml's backends of GPUs are
+/// linked with.
+fn provider(library: &str) -> &'static str {
+    /// The beginnings of names, and who has these libraries.
+    const PROVIDERS: [(&[&str], &str); 5] = [
+        (&["libcuda.so", "libnvidia-"], "install NVIDIA's driver"),
+        (
+            &["libcudart.", "libcublas", "libnvrtc", "libnccl"],
+            "install NVIDIA's CUDA libraries of this version, or name a backend whose folder has \
+             them, such as Ollama's",
+        ),
+        (
+            &["libamdhip", "libhip", "librocblas", "librocm", "libhsa-"],
+            "install AMD's ROCm, or name a backend whose folder has its libraries, such as \
+             Ollama's",
+        ),
+        (
+            &["libvulkan."],
+            "install the Vulkan loader and a Vulkan driver for the GPU (Debian: libvulkan1 and, \
+             but for NVIDIA, mesa-vulkan-drivers)",
+        ),
+        (
+            &[
+                "libsycl", "libze_", "libmkl_", "libdnnl", "libsvml", "libimf", "libintlc",
+                "libur_",
+            ],
+            "install Intel's oneAPI runtime",
+        ),
+    ];
+    let found =
+        { PROVIDERS.iter() }.find(|(names, _)| names.iter().any(|name| library.starts_with(name)));
+    found.map_or(
+        "install what has it, or start vgpu serve with its folder in LD_LIBRARY_PATH",
+        |(_, next)| next,
+    )
+}
+
 /// A copy of a string of C; empty if the pointer is null.
 ///
 /// # Safety
@@ -251,6 +302,7 @@ mod tests {
         };
         assert_eq!(missing_library(&reason), Some("libvgpu-none.so.7"));
     }
+
     /// As in Ollama, where the folders of a backend are in no search path.
     #[test]
     fn a_library_is_loaded_with_what_it_needs_from_its_folders() {
@@ -301,6 +353,27 @@ mod tests {
         std::fs::remove_file(&absent).expect("a file");
         let error = Handle::open_with_dependencies(&other, &folders, flags).err();
         let text = error.expect("a library is missing").to_string();
-        assert!(text.contains("libvgpu-test-absent.so"), "{text}");
+        let said = format!(
+            "{} needs libvgpu-test-absent.so, which is missing on this machine: install what has \
+             it, or start vgpu serve with its folder in LD_LIBRARY_PATH",
+            other.display()
+        );
+        assert_eq!(text, said);
+    }
+
+    #[test]
+    fn missing_libraries_of_makers_have_a_next_step() {
+        for (library, next) in [
+            ("libcuda.so.1", "install NVIDIA's driver"),
+            ("libcudart.so.13", "install NVIDIA's CUDA libraries"),
+            ("libcublasLt.so.12", "install NVIDIA's CUDA libraries"),
+            ("libamdhip64.so.7", "install AMD's ROCm"),
+            ("libhipblas.so.3", "install AMD's ROCm"),
+            ("libvulkan.so.1", "install the Vulkan loader"),
+            ("libsycl.so.8", "install Intel's oneAPI"),
+            ("libgomp.so.1", "install what has it"),
+        ] {
+            assert!(provider(library).starts_with(next), "{library}");
+        }
     }
 }

@@ -1,16 +1,17 @@
 //! A backend that computes nodes together wherever ggml allows it, and stores nothing but the last
 //! result of each group, leaves the same bytes in memory as one that computes each node.
 
+#[path = "../../../tests/common/backend_counters.rs"]
+mod backend_counters;
 #[path = "../../../tests/common/changed_backend.rs"]
 mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
 
-use std::ffi::{CString, c_int};
-use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
+use backend_counters::counters;
 use changed_backend::{Changes, changed_backend};
 use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cpu::CpuEngine;
@@ -47,19 +48,8 @@ fn memory_after(built: &Built, backend: &Path) -> Vec<Vec<u8>> {
 }
 
 /// How many groups the backend has computed so far.
-fn groups(backend: &Path) -> c_int {
-    let path = CString::new(backend.as_os_str().as_bytes()).unwrap();
-    // SAFETY: the library is loaded and never unloaded, and `fused_groups` is an `int` of it, which
-    // no run writes to now.
-    unsafe {
-        let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
-        if library.is_null() {
-            return 0; // no engine has loaded it yet
-        }
-        let count = libc::dlsym(library, c"fused_groups".as_ptr());
-        assert!(!count.is_null());
-        *count.cast::<c_int>()
-    }
+fn groups(backend: &Path) -> i32 {
+    counters(backend, c"fused_groups").map_or(0, |[count]| count)
 }
 
 #[test]

@@ -7,6 +7,7 @@ pub(crate) mod deploy;
 pub(crate) mod failures;
 pub(crate) mod faults;
 pub(crate) mod generation;
+mod ggml_cuda;
 pub(crate) mod kernels;
 pub(crate) mod lints;
 pub(crate) mod models;

@@ -19,7 +19,7 @@ use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::progress::{Progress, heading};
 
-use super::ops_vulkan;
+use super::{ggml_cuda, ops_vulkan};
 use crate::test_run::{Served, TestRun};
 
 /// The number of different parameters in the sample for another engine than the CPU engine.
@@ -115,6 +115,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             }
             if tests.options.wants_ggml(llama::RELEASE, true) {
                 ops_vulkan::run(tests, &dist, &bin);
+                ggml_cuda::run(tests, &dist, &bin);
             }
         },
     );
