@@ -12,7 +12,8 @@
 //! - every reply is well-formed and belongs to the request before it; nothing follows the last one;
 //! - graphs, plans and working memory are charged, and given back with the graph;
 //! - when the session is over, all its memory is free;
-//! - no request takes more processor time than `usage::REQUEST_TIME`;
+//! - no request takes more processor time than `usage::REQUEST_TIME`, and what the estimates of the
+//!   graph that it runs allow;
 //! - in a process of its own, the session never needs more memory at once than its limits say;
 //! - in a process of its own, the session has as many mappings, threads and descriptors as its
 //!   buffers need, and leaves none behind.
@@ -792,12 +793,16 @@ impl HostEnd for Script<'_> {
                 return Err(LinkError::Closed);
             }
         }
+        let estimate = match &expect {
+            Expect::Run(graph) => self.model.estimate(*graph, &*self.engine),
+            _ => Duration::ZERO,
+        };
         self.number += 1;
         self.expect = Some(expect);
         self.message = next;
         self.payload = payload;
         self.retired = false;
-        self.clock.begin();
+        self.clock.begin(estimate);
         Ok(Some(Incoming {
             request: self.number,
             payload_len: self.payload.len(),

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::time::Duration;
 
+use vgpu_engine::{Engine, work};
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_PAYLOAD, MAX_QUERIED, MIN_EXTENT, ProtocolVersion, Request,
@@ -457,6 +459,16 @@ impl Model {
             assert_eq!(self.weights[&buffer], WeightState::Open);
             self.kept.entry(buffer).or_default().insert(hash.0);
         }
+    }
+
+    /// How long a run of a graph takes by the estimates for `engine`.
+    pub(crate) fn estimate(&self, graph: GraphId, engine: &dyn Engine) -> Duration {
+        let graph = &self.graphs[&graph.0];
+        let times = graph
+            .nodes
+            .iter()
+            .map(|node| work::of(graph, node).time(&engine.speed_of(graph, node)));
+        times.fold(Duration::ZERO, Duration::saturating_add)
     }
 
     /// The graph of the last run, one node per line.
