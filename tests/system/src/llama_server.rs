@@ -51,6 +51,11 @@ impl Server {
             .args(["--log-verbosity", "10", "--log-colors", "off"])
             .env("GGML_SCHED_DEBUG", "2");
         node_llama::set_backend(&mut command, backend, stats);
+        Server::of(Daemon::start(&mut command, log)?, port)
+    }
+
+    /// The server that `daemon` runs on a port of this machine. Waits until it is healthy.
+    pub(crate) fn of(daemon: Daemon, port: u16) -> Result<Server> {
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
             // llama-server may close a connection at any time, so each request gets its own.
@@ -58,7 +63,7 @@ impl Server {
             .build()
             .into();
         let mut server = Server {
-            daemon: Daemon::start(&mut command, log)?,
+            daemon,
             address: format!("http://127.0.0.1:{port}"),
             agent,
         };

@@ -1,8 +1,12 @@
-//! The container image of the executor: what files in `deploy/` rely on.
+//! The container images of the executor and of llama-server: what files in `deploy/` rely on.
 
-/// The name, without a tag.
+/// The name of the executor's image, without a tag.
 pub const NAME: &str = "ggml-vgpu";
-/// The command.
+/// The name of the image of llama-server with the plugin, without a tag.
+pub const LLAMA_NAME: &str = "ggml-vgpu-llama-server";
+/// llama-server in its image.
+pub const LLAMA_SERVER: &str = "/app/llama-server";
+/// The command of the executor's image.
 pub const PROGRAM: &str = "/usr/bin/vgpu";
 /// The plugin, which containers of guests get from the image.
 pub const PLUGIN: &str = "/usr/lib/vgpu/libggml-vgpu.so";

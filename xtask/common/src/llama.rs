@@ -157,6 +157,55 @@ pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
     Ok(root.join("bin"))
 }
 
+/// llama-server for other machines.
+#[derive(Clone, Debug)]
+pub struct PortableServer {
+    /// The folder of the program and of all that it loads, without links.
+    pub programs: PathBuf,
+    /// The license of llama.cpp.
+    pub license: PathBuf,
+}
+
+/// Builds llama-server for other machines with the C library of this one: with a CPU backend of
+/// ggml for each kind of processor, and without a path of this machine.
+///
+/// # Errors
+/// As [`build`].
+pub fn portable_server(cache: &Cache) -> Result<PortableServer> {
+    const PROGRAM: &str = "llama-server";
+    let source = source(cache)?;
+    let license = source.join("LICENSE");
+    let builds = format!("build-llama-{PYTHON_VERSION}");
+    let root = cache.staged(&format!("{builds}/portable"), PROGRAM, |dir| {
+        let tools = packages::build_tools(cache)?;
+        let log = cache.log(&format!("{builds}-portable"));
+        let progress = Progress::new(
+            "building llama-server for every processor (about a quarter of an hour on two cores)",
+        );
+        let mut cmake = loading_cmake(&tools, &source, dir)?;
+        cmake.args([
+            "-DGGML_CPU_ALL_VARIANTS=ON",
+            "-DLLAMA_CURL=OFF",
+            "-DLLAMA_OPENSSL=OFF",
+            "-DLLAMA_BUILD_TESTS=OFF",
+            "-DLLAMA_BUILD_UI=OFF",
+            "-DLLAMA_USE_PREBUILT_UI=OFF",
+            // Libraries are found beside the program, and have one name each.
+            "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+            "-DCMAKE_INSTALL_RPATH=$ORIGIN",
+            "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
+        ]);
+        process::run(&mut cmake, &progress, &log)?;
+        process::run(&mut ninja(&tools, dir, &[PROGRAM]), &progress, &log)?;
+        progress.done("");
+        Ok(())
+    })?;
+    Ok(PortableServer {
+        programs: root.join("bin"),
+        license,
+    })
+}
+
 /// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and
 /// libllama, and `static` an archive of ggml-base that can become a part of anything.
 ///
@@ -415,17 +464,30 @@ fn configure(
     process::run(&mut cmake, progress, log)
 }
 
-/// A configuration of a shared release build with backends that are loaded.
+/// A configuration of a shared release build with backends that are loaded, in which the C++ takes
+/// less time to compile.
 pub(crate) fn cmake(
     tools: &Path,
     source: &Path,
     dir: &Path,
     instructions: &Instructions,
 ) -> Result<Command> {
-    std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+    let mut cmake = loading_cmake(tools, source, dir)?;
     let settings = dir.join("llama.cmake");
     std::fs::write(&settings, SETTINGS)
         .with_context(|| format!("writing {}", settings.display()))?;
+    cmake.args(&instructions.flags);
+    cmake.arg(format!(
+        "-DCMAKE_PROJECT_llama.cpp_INCLUDE={}",
+        settings.display()
+    ));
+    Ok(cmake)
+}
+
+/// A configuration of a shared release build with backends that are loaded, as its authors build
+/// it.
+fn loading_cmake(tools: &Path, source: &Path, dir: &Path) -> Result<Command> {
+    std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
     let mut cmake = Command::new(tools.join("cmake"));
     cmake
         .arg("-S")
@@ -445,11 +507,6 @@ pub(crate) fn cmake(
         "-DGGML_BACKEND_DL=ON",
         "-DGGML_NATIVE=OFF",
     ]);
-    cmake.args(&instructions.flags);
-    cmake.arg(format!(
-        "-DCMAKE_PROJECT_llama.cpp_INCLUDE={}",
-        settings.display()
-    ));
     Ok(cmake)
 }
 

@@ -1,5 +1,5 @@
 //! `cargo xtask package`: what a server's administrator installs, as Debian packages and as an
-//! archive. `cargo xtask release`: the same with RPM packages, an image and a signature.
+//! archive. `cargo xtask release`: the same with RPM packages, images and a signature.
 
 mod contents;
 mod deb;
@@ -18,6 +18,7 @@ use anyhow::{Context as _, Result, ensure};
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::elf::ElfLibrary;
+use xtask_common::llama::{self, PortableServer};
 use xtask_common::machine_code;
 use xtask_common::packages;
 use xtask_common::println;
@@ -55,6 +56,9 @@ pub(crate) struct Options {
 pub(crate) struct ReleaseOptions {
     #[command(flatten)]
     package: Options,
+    /// Make no image of llama-server, which takes a quarter of an hour to build
+    #[arg(long)]
+    without_llama_server: bool,
     /// Sign the checksums with this SSH key, as a file or in the agent (its public key)
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
@@ -83,7 +87,10 @@ pub(crate) fn release(cache: &Cache, options: &ReleaseOptions) -> Result<()> {
     let made = Release::new(cache, &options.package, "target/dist/release")?;
     made.debs_and_archive()?;
     made.rpms()?;
-    made.image()?;
+    made.images(match options.without_llama_server {
+        true => None,
+        false => Some(llama::portable_server(cache)?),
+    })?;
     let installer = made.folder.join(INSTALLER);
     fs::copy(workspace::root().join("deploy").join(INSTALLER), &installer)
         .context("copying the installer")?;
@@ -179,10 +186,23 @@ impl Release {
         Ok(())
     }
 
-    fn image(&self) -> Result<()> {
-        let progress = Progress::new("packing an OCI image");
-        let base = oci::executor(&self.dist, &self.generated, &self.version, &self.folder)?;
+    fn images(&self, server: Option<PortableServer>) -> Result<()> {
+        let Release {
+            dist,
+            generated,
+            version,
+            folder,
+            ..
+        } = self;
+        let progress = Progress::new("packing the OCI image of the executor");
+        let base = oci::executor(dist, generated, version, folder)?;
         progress.done(&format!("on {base}"));
+        if let Some(PortableServer { programs, license }) = server {
+            let progress = Progress::new("packing the OCI image of llama-server");
+            let files = (&*programs, &*license);
+            let base = oci::llama_server(dist, generated, files, version, folder)?;
+            progress.done(&format!("on {base}"));
+        }
         Ok(())
     }
 

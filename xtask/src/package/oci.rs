@@ -1,5 +1,6 @@
-//! A container image of the executor, as an archive in the layout of the OCI. The image is made
-//! without a daemon and without a registry: podman, skopeo, buildah and containerd read it.
+//! Container images, as archives in the layout of the OCI: the executor, and llama-server with the
+//! plugin. They are made without a daemon and without a registry: podman, skopeo, buildah and
+//! containerd read them.
 //!
 //! By hand: tar writes the layers, and what is left are three JSON documents.
 
@@ -11,7 +12,7 @@ use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
 use super::contents::Generated;
-use super::layout::{entry, lay_out, reproducible_tar};
+use super::layout::{Entry, entry, lay_out, reproducible_tar};
 use super::sbom::sha256;
 use xtask_common::dist::Dist;
 use xtask_common::image;
@@ -22,6 +23,9 @@ use xtask_common::workspace;
 
 /// Debian's packages that `vgpu` needs to run: the C library, and what unwinds a panic.
 const BASE: [&str; 2] = ["libc6", "libgcc-s1"];
+
+/// What llama-server needs besides: C++ and OpenMP, with which ggml computes on the CPU.
+const BASE_OF_LLAMA: [&str; 4] = ["libc6", "libgcc-s1", "libstdc++6", "libgomp1"];
 
 /// What of those packages only other programs use.
 const UNUSED: [&str; 3] = [
@@ -43,6 +47,23 @@ impl Blob {
     }
 }
 
+/// An image: a layer with Debian's packages, one with our files, and what a container starts.
+struct Image<'a> {
+    /// The name, without a tag.
+    name: &'a str,
+    /// The beginning of the archive's name.
+    archive: &'a str,
+    title: &'a str,
+    /// Debian's packages.
+    base: &'a [&'a str],
+    /// The empty folders.
+    folders: &'a [&'a str],
+    /// The licenses of what is in our layer, as SPDX has them.
+    licenses: &'a str,
+    /// The command, its environment and its ports, as `config` of the OCI's image configuration.
+    config: Value,
+}
+
 /// Writes the executor's image into `folder`. Returns the names of the Debian packages in it.
 pub(super) fn executor(
     dist: &Dist,
@@ -50,109 +71,178 @@ pub(super) fn executor(
     version: &str,
     folder: &Path,
 ) -> Result<String> {
-    let architecture = match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => bail!("the OCI has no name for {other} that we know"),
-    };
-    let scratch = Scratch::new()?;
-    let base = scratch.path().join("base");
-    let packages = debian_base(&base)?;
-    let program = scratch.path().join("program");
-    let documents = "usr/share/doc/vgpu";
-    lay_out(
-        &program,
-        &[
-            entry(place_of(image::PROGRAM), &dist.vgpu, 0o755),
-            // For `vgpu kubernetes` and Compose, which give it to containers.
-            entry(place_of(image::PLUGIN), &dist.plugin, 0o644),
-            entry(
-                format!("{documents}/copyright"),
-                workspace::root().join("LICENSE"),
-                0o644,
-            ),
-            entry(
-                format!("{documents}/third-party-licenses.txt"),
-                &generated.licenses,
-                0o644,
-            ),
-        ],
-    )?;
-
-    let layout = scratch.path().join("layout");
-    let blobs = layout.join("blobs/sha256");
-    fs::create_dir_all(&blobs).context("creating a folder for blobs")?;
-    let mut diffs = Vec::new();
-    let mut layers = Vec::new();
-    for tree in [&base, &program] {
-        let (diff, layer) = layer(tree, &blobs)?;
-        diffs.push(diff);
-        layers.push(layer.descriptor());
-    }
-    let created = [
-        "log",
-        "-1",
-        "--date=format-local:%Y-%m-%dT%H:%M:%SZ",
-        "--format=%cd",
+    let mut entries = vec![
+        entry(place_of(image::PROGRAM), &dist.vgpu, 0o755),
+        // For `vgpu kubernetes` and Compose, which give it to containers.
+        entry(place_of(image::PLUGIN), &dist.plugin, 0o644),
     ];
-    let created = version::git(workspace::root(), &created);
-    // The names of the OCI's own labels.
-    let labels = json!({
-        "org.opencontainers.image.title": "ggml-vgpu executor",
-        "org.opencontainers.image.version": version,
-        "org.opencontainers.image.licenses": "MIT",
-        "ggml-vgpu.debian-packages": packages,
-    });
+    entries.extend(documents(generated));
     let config = json!({
-        "architecture": architecture,
-        "os": "linux",
-        "created": created,
-        "config": {
-            "Cmd": ["vgpu", "serve", "--listen", format!("unix:{}", image::SOCKET)],
-            "Env": [
-                "PATH=/usr/bin",
-                format!("VGPU_CACHE={}", image::CACHE),
-                // NVIDIA's container runtime brings the driver's libraries for these.
-                "NVIDIA_VISIBLE_DEVICES=all",
-                "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-            ],
-            "Labels": labels,
-        },
-        "rootfs": {"type": "layers", "diff_ids": diffs},
+        "Cmd": ["vgpu", "serve", "--listen", format!("unix:{}", image::SOCKET)],
+        "Env": [
+            "PATH=/usr/bin",
+            format!("VGPU_CACHE={}", image::CACHE),
+            // NVIDIA's container runtime brings the driver's libraries for these.
+            "NVIDIA_VISIBLE_DEVICES=all",
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        ],
     });
-    let config = json_blob(&config, "application/vnd.oci.image.config.v1+json", &blobs)?;
-    let manifest = json!({
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "config": config.descriptor(),
-        "layers": layers,
+    let image = Image {
+        name: image::NAME,
+        archive: "vgpu",
+        title: "ggml-vgpu executor",
+        base: &BASE,
+        folders: &image::FOLDERS,
+        licenses: "MIT",
+        config,
+    };
+    image.write(&entries, version, folder)
+}
+
+/// Writes the image of llama-server with the plugin into `folder`. `programs`: the folder of
+/// llama-server and of all that it loads; `license`: that of llama.cpp. Returns the names of the
+/// Debian packages in the image.
+pub(super) fn llama_server(
+    dist: &Dist,
+    generated: &Generated,
+    (programs, license): (&Path, &Path),
+    version: &str,
+    folder: &Path,
+) -> Result<String> {
+    let mut entries = vec![
+        entry(place_of(image::PLUGIN), &dist.plugin, 0o644),
+        entry("usr/share/doc/llama.cpp/copyright", license, 0o644),
+    ];
+    for file in fs::read_dir(programs).context("listing llama-server and its libraries")? {
+        let file = file
+            .context("listing llama-server and its libraries")?
+            .path();
+        let name = file.file_name().context("a name")?.display();
+        entries.push(entry(format!("app/{name}"), &file, 0o755));
+    }
+    entries.extend(documents(generated));
+    let config = json!({
+        "Entrypoint": [image::LLAMA_SERVER],
+        "Env": [
+            "PATH=/usr/bin:/app",
+            // As in the images of llama.cpp.
+            "LLAMA_ARG_HOST=0.0.0.0",
+            "LLAMA_ARG_N_GPU_LAYERS=99",
+            format!("GGML_BACKEND_PATH={}", image::PLUGIN),
+            format!("VGPU_ENDPOINT=unix:{}", image::SOCKET),
+            "VGPU_REQUIRED=1",
+        ],
+        "ExposedPorts": {"8080/tcp": {}},
     });
-    let manifest = json_blob(
-        &manifest,
-        "application/vnd.oci.image.manifest.v1+json",
-        &blobs,
-    )?;
-    let mut descriptor = manifest.descriptor();
-    descriptor["platform"] = json!({"architecture": architecture, "os": "linux"});
-    // A tag has no plus sign.
-    let tag = format!("{}:{}", image::NAME, version.replace('+', "-"));
-    descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": tag});
-    let index = json!({
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.index.v1+json",
-        "manifests": [descriptor],
-    });
-    fs::write(layout.join("index.json"), index.to_string()).context("writing the index")?;
-    fs::write(
-        layout.join("oci-layout"),
-        r#"{"imageLayoutVersion":"1.0.0"}"#,
-    )
-    .context("writing the layout's version")?;
-    let archive = folder.join(format!("vgpu-{version}-{architecture}.oci.tar"));
-    let mut tar = reproducible_tar()?;
-    tar.arg("-cf").arg(&archive).arg("-C").arg(&layout);
-    process::output(tar.args(["oci-layout", "index.json", "blobs"]))?;
-    Ok(packages)
+    let image = Image {
+        name: image::LLAMA_NAME,
+        archive: "vgpu-llama-server",
+        title: "llama-server with ggml-vgpu's plugin",
+        base: &BASE_OF_LLAMA,
+        folders: &["/tmp", "/run/vgpu", "/models"],
+        licenses: "MIT",
+        config,
+    };
+    image.write(&entries, version, folder)
+}
+
+/// Our license, and those of what is compiled in.
+fn documents(generated: &Generated) -> [Entry; 2] {
+    let folder = "usr/share/doc/vgpu";
+    [
+        entry(
+            format!("{folder}/copyright"),
+            workspace::root().join("LICENSE"),
+            0o644,
+        ),
+        entry(
+            format!("{folder}/third-party-licenses.txt"),
+            &generated.licenses,
+            0o644,
+        ),
+    ]
+}
+
+impl Image<'_> {
+    /// Writes the image with our files into `folder`. Returns the names of the Debian packages in
+    /// it.
+    fn write(mut self, files: &[Entry], version: &str, folder: &Path) -> Result<String> {
+        let architecture = match std::env::consts::ARCH {
+            "x86_64" => "amd64",
+            "aarch64" => "arm64",
+            other => bail!("the OCI has no name for {other} that we know"),
+        };
+        let scratch = Scratch::new()?;
+        let base = scratch.path().join("base");
+        let packages = debian_base(&base, self.base, self.folders)?;
+        let program = scratch.path().join("program");
+        lay_out(&program, files)?;
+
+        let layout = scratch.path().join("layout");
+        let blobs = layout.join("blobs/sha256");
+        fs::create_dir_all(&blobs).context("creating a folder for blobs")?;
+        let mut diffs = Vec::new();
+        let mut layers = Vec::new();
+        for tree in [&base, &program] {
+            let (diff, layer) = layer(tree, &blobs)?;
+            diffs.push(diff);
+            layers.push(layer.descriptor());
+        }
+        let created = [
+            "log",
+            "-1",
+            "--date=format-local:%Y-%m-%dT%H:%M:%SZ",
+            "--format=%cd",
+        ];
+        let created = version::git(workspace::root(), &created);
+        // The names of the OCI's own labels.
+        self.config["Labels"] = json!({
+            "org.opencontainers.image.title": self.title,
+            "org.opencontainers.image.version": version,
+            "org.opencontainers.image.licenses": self.licenses,
+            "ggml-vgpu.debian-packages": packages,
+        });
+        let config = json!({
+            "architecture": architecture,
+            "os": "linux",
+            "created": created,
+            "config": self.config,
+            "rootfs": {"type": "layers", "diff_ids": diffs},
+        });
+        let config = json_blob(&config, "application/vnd.oci.image.config.v1+json", &blobs)?;
+        let manifest = json!({
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": config.descriptor(),
+            "layers": layers,
+        });
+        let manifest = json_blob(
+            &manifest,
+            "application/vnd.oci.image.manifest.v1+json",
+            &blobs,
+        )?;
+        let mut descriptor = manifest.descriptor();
+        descriptor["platform"] = json!({"architecture": architecture, "os": "linux"});
+        // A tag has no plus sign.
+        let tag = format!("{}:{}", self.name, version.replace('+', "-"));
+        descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": tag});
+        let index = json!({
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.index.v1+json",
+            "manifests": [descriptor],
+        });
+        fs::write(layout.join("index.json"), index.to_string()).context("writing the index")?;
+        fs::write(
+            layout.join("oci-layout"),
+            r#"{"imageLayoutVersion":"1.0.0"}"#,
+        )
+        .context("writing the layout's version")?;
+        let archive = folder.join(format!("{}-{version}-{architecture}.oci.tar", self.archive));
+        let mut tar = reproducible_tar()?;
+        tar.arg("-cf").arg(&archive).arg("-C").arg(&layout);
+        process::output(tar.args(["oci-layout", "index.json", "blobs"]))?;
+        Ok(packages)
+    }
 }
 
 /// A path of the image, below its root.
@@ -160,15 +250,15 @@ fn place_of(path: &str) -> &str {
     path.trim_start_matches('/')
 }
 
-/// Unpacks Debian's packages for the base of an image into `root`, with the files and folders that
-/// programs expect of any system. Returns the packages' names and versions.
-fn debian_base(root: &Path) -> Result<String> {
+/// Unpacks Debian's `packages` for the base of an image into `root`, with the files and the empty
+/// `folders` that programs expect. Returns the packages' names and versions.
+fn debian_base(root: &Path, packages: &[&str], folders: &[&str]) -> Result<String> {
     let scratch = Scratch::new()?;
     let mut download = Command::new("apt-get");
     download
         .arg("download")
         .args(["-o", "APT::Sandbox::User=root"])
-        .args(BASE)
+        .args(packages)
         .current_dir(scratch.path());
     process::output(&mut download).context("fetching the packages of the image with apt")?;
     fs::create_dir_all(root).context("creating a folder")?;
@@ -202,7 +292,7 @@ fn debian_base(root: &Path) -> Result<String> {
         fs::create_dir_all(path.parent().context("a folder")?).context("creating a folder")?;
         fs::write(path, text).context("writing a file")?;
     }
-    for folder in image::FOLDERS {
+    for folder in folders {
         fs::create_dir_all(root.join(place_of(folder))).context("creating a folder")?;
     }
     Ok(names.join(", "))

@@ -8,6 +8,7 @@ pub(crate) mod failures;
 pub(crate) mod faults;
 pub(crate) mod generation;
 mod ggml_cuda;
+mod images;
 pub(crate) mod kernels;
 pub(crate) mod lints;
 pub(crate) mod models;

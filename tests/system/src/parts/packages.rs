@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
 use super::clean_debian;
+use super::images::{self, Image};
 use crate::debian::{GUEST, HOST, Packages};
 use xtask_common::dist::Dist;
 use xtask_common::packages;
@@ -38,7 +39,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         installer(&packages)
     });
     if tests.options.full {
-        tests.check("release: RPM packages and the image", |_, _| release(&dist));
+        tests.check("release: RPM packages and the images", |tests, _| {
+            release(tests, &dist)
+        });
         clean_debian::run(tests, &packages);
     }
 }
@@ -266,8 +269,9 @@ fn bill(packages: &Packages, dist: &Dist) -> Result<String> {
     Ok(format!("{} components", components.len()))
 }
 
-/// A release has RPM packages with the files, and an image whose `vgpu` runs in nothing but it.
-fn release(dist: &Dist) -> Result<String> {
+/// A release has RPM packages with the files, an image whose `vgpu` runs in nothing but it, and one
+/// whose llama-server generates through it.
+fn release(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
     let scratch = Scratch::new()?;
     let folder = scratch.path().join("release");
     let mut cargo = workspace::cargo();
@@ -279,46 +283,25 @@ fn release(dist: &Dist) -> Result<String> {
         of_release(&written, "vgpu-guest-", ".rpm")?,
     ];
     rpm_packages(&rpms)?;
-    let layout = scratch.path().join("layout");
-    let root = scratch.path().join("root");
-    for folder in [&layout, &root] {
-        fs::create_dir(folder).context("creating a folder")?;
-    }
-    let unpack = |file: &Path, to: &Path| {
-        process::output(Command::new("tar").arg("-xf").arg(file).arg("-C").arg(to))
+    let image = |start: &str, name: &str| {
+        Image::unpack(
+            &of_release(&written, start, ".oci.tar")?,
+            &scratch.path().join(name),
+        )
     };
-    unpack(&of_release(&written, "vgpu-", ".oci.tar")?, &layout)?;
-    // Every document names the next by the hash of its content.
-    let blob = |descriptor: &Value| -> Result<PathBuf> {
-        let digest = descriptor["digest"].as_str().unwrap_or_default();
-        let hash = digest.strip_prefix("sha256:").context("no digest")?;
-        let path = layout.join("blobs/sha256").join(hash);
-        let sum = process::output(Command::new("sha256sum").arg(&path))?;
-        ensure!(sum.starts_with(hash), "{hash} has another content: {sum}");
-        let size = path.metadata().context("a blob")?.len();
-        ensure!(descriptor["size"] == size, "{descriptor} has {size} bytes");
-        Ok(path)
-    };
-    let read = |path: &Path| -> Result<Value> {
-        let text = fs::read_to_string(path).context("reading a document")?;
-        serde_json::from_str(&text).context("parsing a document")
-    };
-    let index = read(&layout.join("index.json"))?;
-    let manifest = read(&blob(&index["manifests"][0])?)?;
-    let config = read(&blob(&manifest["config"])?)?;
-    let layers = manifest["layers"].as_array().context("no layers")?;
-    for layer in layers {
-        unpack(&blob(layer)?, &root)?;
-    }
-    let command = config["config"]["Cmd"][0].as_str().context("no command")?;
-    ensure!(command == "vgpu", "{config}");
+    let executor = image("vgpu-0", "image")?;
+    let command = executor.config["Cmd"][0].as_str().context("no command")?;
+    ensure!(command == "vgpu", "{}", executor.config);
     let mut run = Command::new("unshare");
-    run.args(["--map-root-user", "--root"]).arg(&root);
+    run.args(["--map-root-user", "--root"]).arg(&executor.root);
     let version = process::output(run.args(["/usr/bin/vgpu", "--version"]))?;
     ensure!(version.starts_with("vgpu "), "{version}");
-    let plugin = root.join("usr/lib/vgpu/libggml-vgpu.so");
-    ensure!(plugin.is_file(), "the image has no guest plugin");
-    Ok(format!("{} layers", layers.len()))
+    let server = image("vgpu-llama-server-", "server")?;
+    for Image { root, .. } in [&executor, &server] {
+        let plugin = root.join("usr/lib/vgpu/libggml-vgpu.so");
+        ensure!(plugin.is_file(), "{} is missing", plugin.display());
+    }
+    images::generate(tests, &executor, &server, scratch.path())
 }
 
 /// The RPM packages of the host and of a guest are installed, updated and removed in a root folder

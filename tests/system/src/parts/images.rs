@@ -1,0 +1,225 @@
+//! The container images of a release: unpacked, and run by runc, which Debian has.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use xtask_common::cache::Cache;
+use xtask_common::compare;
+use xtask_common::model::{self, FileType};
+use xtask_common::packages;
+use xtask_common::process::{self, Daemon, free_port};
+
+use crate::llama_server::Server;
+use crate::test_run::{PROMPT, TestRun};
+
+/// The time for an executor to start in a container.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Tokens of a generation.
+const TOKENS: usize = 16;
+
+/// An image in a folder.
+pub(super) struct Image {
+    /// The file system.
+    pub(super) root: PathBuf,
+    /// `config` of the image configuration: the command, its environment.
+    pub(super) config: Value,
+    /// The number of layers.
+    pub(super) layers: usize,
+}
+
+impl Image {
+    /// Unpacks an archive into the new folder `folder`. Every document must name the next one by
+    /// the hash of its content.
+    pub(super) fn unpack(archive: &Path, folder: &Path) -> Result<Image> {
+        let (layout, root) = (folder.join("layout"), folder.join("root"));
+        for folder in [&layout, &root] {
+            fs::create_dir_all(folder).context("creating a folder")?;
+        }
+        let unpack = |file: &Path, to: &Path| {
+            process::output(Command::new("tar").arg("-xf").arg(file).arg("-C").arg(to))
+        };
+        unpack(archive, &layout)?;
+        let blob = |descriptor: &Value| -> Result<PathBuf> {
+            let digest = descriptor["digest"].as_str().unwrap_or_default();
+            let hash = digest.strip_prefix("sha256:").context("no digest")?;
+            let path = layout.join("blobs/sha256").join(hash);
+            let sum = process::output(Command::new("sha256sum").arg(&path))?;
+            ensure!(sum.starts_with(hash), "{hash} has another content: {sum}");
+            let size = path.metadata().context("a blob")?.len();
+            ensure!(descriptor["size"] == size, "{descriptor} has {size} bytes");
+            Ok(path)
+        };
+        let read = |path: &Path| -> Result<Value> {
+            let text = fs::read_to_string(path).context("reading a document")?;
+            serde_json::from_str(&text).context("parsing a document")
+        };
+        let index = read(&layout.join("index.json"))?;
+        let manifest = read(&blob(&index["manifests"][0])?)?;
+        let mut config = read(&blob(&manifest["config"])?)?;
+        let layers = manifest["layers"].as_array().context("no layers")?;
+        for layer in layers {
+            unpack(&blob(layer)?, &root)?;
+        }
+        Ok(Image {
+            root,
+            config: config["config"].take(),
+            layers: layers.len(),
+        })
+    }
+
+    /// The words of one of the lists in the configuration; none if there is no such list.
+    fn words(&self, list: &str) -> Vec<String> {
+        let words = self.config[list].as_array().into_iter().flatten();
+        words.filter_map(Value::as_str).map(str::to_owned).collect()
+    }
+}
+
+/// A container of an image: which folders of the host it has, and what follows its entry point.
+struct Container<'a> {
+    image: &'a Image,
+    mounts: &'a [(&'a Path, &'a str)],
+    arguments: &'a [String],
+    /// Variables in addition to those of the image. An empty value removes one.
+    environment: &'a [(&'a str, &'a str)],
+}
+
+impl Container<'_> {
+    /// The command that runs the container in the foreground. `folder` does not exist yet.
+    fn command(&self, folder: &Path) -> Result<Command> {
+        let mut mounts = vec![
+            json!({"destination": "/proc", "type": "proc", "source": "proc"}),
+            json!({"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}),
+        ];
+        for (host, place) in self.mounts {
+            mounts.push(json!({
+                "destination": place, "type": "bind", "source": host, "options": ["rbind", "rw"],
+            }));
+        }
+        // What Docker starts: the entry point with the arguments, or with the command.
+        let mut arguments = self.image.words("Entrypoint");
+        match self.arguments {
+            [] => arguments.extend(self.image.words("Cmd")),
+            given => arguments.extend(given.iter().cloned()),
+        }
+        let mut environment = self.image.words("Env");
+        for (name, value) in self.environment {
+            let own = format!("{name}=");
+            environment.retain(|variable| !variable.starts_with(&own));
+            if !value.is_empty() {
+                environment.push(format!("{own}{value}"));
+            }
+        }
+        // The network is that of the host, where the test asks llama-server.
+        let namespaces = ["pid", "ipc", "uts", "mount"].map(|kind| json!({"type": kind}));
+        let config = json!({
+            "ociVersion": "1.0.0",
+            "process": {
+                "user": {"uid": 0, "gid": 0},
+                "args": arguments,
+                "env": environment,
+                "cwd": "/",
+                "noNewPrivileges": true,
+            },
+            "root": {"path": self.image.root, "readonly": true},
+            "mounts": mounts,
+            "linux": {"namespaces": namespaces},
+        });
+        fs::create_dir_all(folder).context("creating a folder")?;
+        fs::write(folder.join("config.json"), config.to_string()).context("writing a file")?;
+        let mut runc = Command::new("runc");
+        runc.arg("--root").arg(folder.join("state"));
+        runc.args(["run", "--bundle"]).arg(folder);
+        // The name is unique on the machine: runc names a control group after it.
+        runc.arg(format!("vgpu-test-{}", process_name(folder)));
+        Ok(runc)
+    }
+}
+
+/// A name from a folder that only this process has.
+fn process_name(folder: &Path) -> String {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    format!("{}-{name}", std::process::id())
+}
+
+/// Installs runc, unless it is there.
+pub(super) fn runc(cache: &Cache) -> Result<()> {
+    match packages::runs("runc", &["--version"]) {
+        true => Ok(()),
+        false => packages::apt(cache, &["runc"], "runc"),
+    }
+}
+
+/// A container of `executor` serves, and one of `server` generates through its socket what the same
+/// llama-server generates on its CPU. They share the folder of the socket and nothing else.
+pub(super) fn generate(
+    tests: &TestRun<'_>,
+    executor: &Image,
+    server: &Image,
+    folder: &Path,
+) -> Result<String> {
+    runc(tests.cache)?;
+    let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
+    let (sockets, models) = (folder.join("sockets"), folder.join("models"));
+    let cache = folder.join("cache");
+    for folder in [&sockets, &models, &cache] {
+        fs::create_dir(folder).context("creating a folder")?;
+    }
+    fs::copy(&model, models.join("model.gguf")).context("copying the model")?;
+    let serving = Container {
+        image: executor,
+        mounts: &[(&sockets, "/run/vgpu"), (&cache, "/var/cache/vgpu")],
+        arguments: &[],
+        environment: &[],
+    };
+    let log = tests.log("images-executor");
+    let mut daemon = Daemon::start(&mut serving.command(&folder.join("executor"))?, &log)?;
+    daemon.wait_until(TIMEOUT, |daemon| daemon.log().contains("ready "))?;
+    let complete = |name: &str, environment: &[(&str, &str)]| {
+        let port = free_port()?;
+        let arguments = ["-m", "/models/model.gguf", "--parallel", "1", "--port"]
+            .map(str::to_owned)
+            .into_iter()
+            .chain([port.to_string()])
+            .collect::<Vec<_>>();
+        let generating = Container {
+            image: server,
+            mounts: &[(&sockets, "/run/vgpu"), (&models, "/models")],
+            arguments: &arguments,
+            environment,
+        };
+        let log = tests.log(&format!("images-{name}"));
+        let daemon = Daemon::start(&mut generating.command(&folder.join(name))?, &log)?;
+        let server = Server::of(daemon, port)?;
+        let choices = server.complete(PROMPT, TOKENS)?;
+        let log = server.log();
+        server.stop()?;
+        anyhow::Ok((choices, log))
+    };
+    let (choices, log) = complete("llama-server", &[])?;
+    ensure!(log.contains("VGPU0"), "it does not use the device:\n{log}");
+    let (reference, log) = complete(
+        "llama-server-on-cpu",
+        &[("GGML_BACKEND_PATH", ""), ("LLAMA_ARG_N_GPU_LAYERS", "0")],
+    )?;
+    ensure!(!log.contains("VGPU0"), "it uses the device:\n{log}");
+    daemon.stop(TIMEOUT)?;
+    let compared = compare::compare(&reference, &choices);
+    ensure!(
+        compared.tokens == TOKENS && compared.divergence.is_none(),
+        "the tokens differ from those of the CPU: {compared:?}"
+    );
+    ensure!(
+        compared.largest_difference <= compare::tolerance(FileType::F16),
+        "the logits differ from those of the CPU: {compared:?}"
+    );
+    Ok(format!(
+        "{} and {} layers; {TOKENS} equal tokens",
+        executor.layers, server.layers
+    ))
+}
