@@ -60,19 +60,20 @@ fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
     );
 }
 
-/// A desktop and other programs of the host use the GPU, too: who asks for the free memory, as Ollama
-/// does, has to be told what is left.
+/// A desktop and other programs of the host use the GPU, too. A guest that asks for the free memory,
+/// as Ollama does, gets what is left.
 #[test]
 fn memory_that_other_programs_of_the_host_use_is_not_free() {
     const USED: u64 = 256 << 20;
     const MEMORY: u64 = 1 << 20;
     let folder = tempfile::tempdir().unwrap();
-    let engine = |kind, used, memory| {
-        let folder = folder.path().join(format!("{kind}-{used}"));
+    let engine = |used, later_memory, memory| {
+        let folder = folder.path().join(format!("{used}-{later_memory}"));
         std::fs::create_dir_all(&folder).unwrap();
         let changes = Changes {
-            kind,
+            kind: "GGML_BACKEND_DEVICE_TYPE_GPU",
             used,
+            later_memory,
             ..Changes::default()
         };
         let backend = GgmlBackend {
@@ -81,11 +82,10 @@ fn memory_that_other_programs_of_the_host_use_is_not_free() {
         };
         start(&EngineKind::Ggml(backend), 1.into(), memory).unwrap()
     };
-    let gpu = "GGML_BACKEND_DEVICE_TYPE_GPU";
-    let MemoryInfo { total, free } = engine(gpu, USED, None).memory();
+    let MemoryInfo { total, free } = engine(USED, "", None).memory();
     assert_eq!(total - free, USED);
     // The limit is less than what is left.
-    let limited = engine(gpu, USED, Some(MEMORY));
+    let limited = engine(USED, "", Some(MEMORY));
     let all = MemoryInfo {
         total: MEMORY,
         free: MEMORY,
@@ -94,7 +94,13 @@ fn memory_that_other_programs_of_the_host_use_is_not_free() {
     let taken = limited.alloc(64 << 10).unwrap();
     assert!(limited.memory().free < MEMORY - taken.size());
     // Nothing is left.
-    assert_eq!(engine(gpu, u64::MAX >> 1, None).memory().free, 0);
+    assert_eq!(engine(u64::MAX >> 1, "", None).memory().free, 0);
+    // More than all is free: a subtraction has wrapped. And a driver that has known does not any
+    // more.
+    for nonsense in ["*free = -USED;", "*free = *total = 0;"] {
+        let lost = engine(USED, nonsense, None);
+        assert_eq!(lost.memory(), MemoryInfo { total, free: 0 }, "{nonsense}");
+    }
 }
 
 /// Only a guest that leaves zeros behind its rows may have them read there.

@@ -406,6 +406,33 @@ fn slot_of_a_terminated_program_is_reused() {
     );
 }
 
+/// A program that was killed closes nothing: its session is in the way when another one wants its
+/// slot.
+#[test]
+fn end_of_a_session_whose_slot_is_needed_has_its_reason() {
+    log::keep();
+    let dir = Dir::new();
+    // Silence never ends a session.
+    let server = executor(&dir.0, &["needed"], 0);
+    let machine = Machine::plug(&dir.0.join("needed.sock"));
+    let mut program = start_program(&machine, 4096);
+    program.kill().expect("a child");
+    program.wait().expect("a child");
+    // The slot is its own for so long.
+    std::thread::sleep(liveness::ALIVE + Duration::from_secs(1));
+    let guest = machine.guest();
+    let ended = || -> Vec<(&'static str, u64)> {
+        let ended = server.status_handle().status().ended;
+        ended.by_kind().filter(|(_, count)| *count > 0).collect()
+    };
+    wait_for("the end of the session", || ended() == [("evicted", 1)]);
+    expect_one_evicted(" peer=vm needed slot 0 ");
+    let sessions = server.sessions().into_iter();
+    let peers: Vec<String> = sessions.map(|session| session.peer.endpoint).collect();
+    assert_eq!(peers, ["vm needed slot 0"]);
+    drop(guest);
+}
+
 #[test]
 fn restarted_executor_serves_the_same_machine() {
     let dir = Dir::new();

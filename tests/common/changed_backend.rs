@@ -172,6 +172,7 @@ static void (*real_memory)(ggml_backend_dev_t, size_t *, size_t *);
 static void get_memory(ggml_backend_dev_t dev, size_t *free, size_t *total) {
     real_memory(dev, free, total);
     *free = *total > USED ? *total - USED : 0;
+    LATER_MEMORY
 }
 
 static enum ggml_backend_dev_type get_type(ggml_backend_dev_t dev) { return TYPE; }
@@ -250,6 +251,9 @@ pub(crate) struct Changes<'a> {
     pub(crate) node_time: u32,
     /// Bytes that other programs use of the device's memory.
     pub(crate) used: u64,
+    /// C code that changes what the device says of its memory, in `*free` and `*total`, from the
+    /// second question on.
+    pub(crate) later_memory: &'a str,
     /// How many devices there are: one, or two. The second one has the name `second`. The library
     /// counts the graphs of each in `computed`.
     pub(crate) devices: usize,
@@ -269,6 +273,7 @@ impl Default for Changes<'_> {
             fuses: false,
             node_time: 0,
             used: 0,
+            later_memory: "",
             devices: 1,
             kind: "GGML_BACKEND_DEVICE_TYPE_CPU",
             name: "CPU",
@@ -295,6 +300,10 @@ pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>
             format!("-DFUSES={}", u8::from(changes.fuses)),
             format!("-DNODE_TIME={}", changes.node_time),
             format!("-DUSED={}", changes.used),
+            format!(
+                "-DLATER_MEMORY=static int asked; if (asked++ > 0) {{ {} }}",
+                changes.later_memory
+            ),
             format!("-DDEVICES={}", changes.devices),
             format!("-DTYPE={}", changes.kind),
             format!("-DNAME=\"{}\"", changes.name),

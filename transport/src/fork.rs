@@ -139,6 +139,14 @@ impl<T> PerProcess<T> {
         }
     }
 
+    /// The value of this process, if there is one. Allocates nothing.
+    pub fn get(&self) -> Option<&T> {
+        let found = self.node.load(Ordering::Acquire);
+        // SAFETY: null, or a node that `get_or_init` has boxed. A node is freed with `self` only.
+        let node = unsafe { found.as_ref() }?;
+        node.0.is_current().then_some(&node.1)
+    }
+
     /// The value of this process. `make` makes the value if there is none, perhaps on several
     /// threads at once: then one of the values is kept.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {

@@ -15,6 +15,7 @@ use vgpu_executor::engine::{self, EngineList, Selection};
 use vgpu_executor::size::shown;
 
 use crate::engine_probe;
+use crate::error_text;
 use crate::output;
 use crate::serve;
 
@@ -64,11 +65,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                     "unused_gpu": checked.selection.unused_gpu,
                 }),
             ),
-            Err(reason) => (
-                1,
-                format!("{file}: {reason:#}"),
-                json!({"file": args.file, "ok": false, "reason": format!("{reason:#}")}),
-            ),
+            Err(reason) => {
+                let reason = error_text::one_line(&reason);
+                (
+                    1,
+                    format!("{file}: {reason}"),
+                    json!({"file": args.file, "ok": false, "reason": reason}),
+                )
+            }
         },
         Err(error @ LoadError::Read { error: cause, .. }) => (
             2,

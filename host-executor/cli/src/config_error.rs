@@ -2,13 +2,15 @@
 
 use vgpu_executor::{QuotaError, RulesError};
 
+use crate::error_text;
+
 /// The exit status for a mistake in the configuration (`EX_CONFIG` of `sysexits.h`): a restart with
 /// the same configuration fails again.
 pub(crate) const EX_CONFIG: u8 = 78;
 
 /// A mistake in the configuration: in the file, or in the flags that replace parts of it.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:#}")]
+#[error("{}", error_text::one_line(.0))]
 pub(crate) struct ConfigError(pub(crate) anyhow::Error);
 
 /// Whether a command has failed because of a mistake in the configuration.

@@ -1,12 +1,12 @@
 //! Errors as one line for people.
 
-/// The text of an error and of its causes, from the outermost on. Some errors have the text of
-/// their cause in their own: it is not repeated.
+/// The text of an error and of its causes, from the outermost on. Some errors end with the text of
+/// their cause: it is not repeated.
 pub(crate) fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
-        if line.contains(&cause) {
+        if line.ends_with(&cause) {
             continue;
         }
         if !line.is_empty() {
@@ -39,8 +39,8 @@ mod tests {
             one_line(&context.expect_err("an error")),
             "device 1: the engine does not start: no driver"
         );
-        let plain = Err::<(), _>(io()).context("reading the file");
+        let plain = Err::<(), _>(io()).context("no driver is in the file");
         let plain = plain.expect_err("an error");
-        assert_eq!(one_line(&plain), "reading the file: no driver");
+        assert_eq!(one_line(&plain), "no driver is in the file: no driver");
     }
 }

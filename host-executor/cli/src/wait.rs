@@ -8,6 +8,7 @@ use clap::Parser;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::connect::expand;
 
+use crate::error_text;
 use crate::session_client::{self, Client};
 
 /// How long an executor that is connected may take to accept a session.
@@ -44,7 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         missing.retain(|endpoint| match accepts(endpoint) {
             Ok(()) => false,
             Err(error) => {
-                reasons.push(format!("{endpoint}: {error:#}"));
+                reasons.push(format!("{endpoint}: {}", error_text::one_line(&error)));
                 true
             }
         });

@@ -234,6 +234,7 @@ fn a_backend_of_ggml_that_cannot_be_used() {
         machine.write("etc/vgpu/vgpu.toml", &format!("{engine}{more}"));
         let said = machine.doctor(&[]);
         assert!(has(&said, "FAIL config", reason), "{}", said.text);
+        assert_eq!(said.text.matches(reason).count(), 1, "{}", said.text);
         assert!(said.last().starts_with("next: sudoedit /"), "{}", said.text);
         assert!(!said.is_well);
     }

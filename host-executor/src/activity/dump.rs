@@ -22,6 +22,8 @@ pub(crate) struct EngineFigures<'a> {
 pub(crate) struct ProcessFigures {
     /// Since the start of the executor.
     pub(crate) uptime: Duration,
+    /// An engine from which a session has waited so long for an answer is not said to answer.
+    pub(crate) slow: Duration,
     /// Further lines.
     pub(crate) more: Vec<String>,
 }
@@ -117,6 +119,13 @@ impl SessionActivity {
         self.now.is_some_and(|now| now.state == state)
     }
 
+    /// How long the session has had the engine without a pause, or has been in a call of it.
+    fn engine_call(&self) -> Option<Duration> {
+        let now = self.now.filter(ThreadNow::is_engine_call);
+        let turn = self.turn.as_ref().map(|turn| turn.age);
+        turn.or(now.map(|now| now.age))
+    }
+
     /// The session and its guest.
     pub(super) fn name(&self) -> String {
         let mut name = format!("session {} (guest {}", self.id, self.guest);
@@ -160,7 +169,7 @@ fn write_dump(
         process.uptime
     )?;
     for (device, engine) in engines.iter().enumerate() {
-        write_engine(text, sessions, device, engine)?;
+        write_engine(text, sessions, device, engine, process.slow)?;
     }
     for line in &process.more {
         writeln!(text, "{line}")?;
@@ -178,13 +187,20 @@ fn write_engine(
     sessions: &[SessionActivity],
     device: usize,
     engine: &EngineFigures<'_>,
+    slow: Duration,
 ) -> fmt::Result {
-    write!(text, "engine {}: {}; ", engine.name, engine.description)?;
-    match engine.unanswered {
-        Some(age) => writeln!(text, "has not answered a call for {age:.1?}")?,
-        None => writeln!(text, "answers calls")?,
-    }
     let own = || sessions.iter().filter(|session| session.device == device);
+    write!(text, "engine {}: {}; ", engine.name, engine.description)?;
+    let call = own()
+        .filter_map(|session| Some((session.engine_call()?, session.id)))
+        .max();
+    match (engine.unanswered, call) {
+        (Some(age), _) => writeln!(text, "has not answered a call for {age:.1?}")?,
+        (None, Some((age, session))) if age >= slow => {
+            writeln!(text, "has not come back to session {session} for {age:.1?}")?;
+        }
+        (None, _) => writeln!(text, "answers calls")?,
+    }
     let waiting = own().filter(|session| session.is_in(ThreadState::WaitsForEngine));
     let waiting = waiting.count();
     let mut is_idle = true;
@@ -279,6 +295,7 @@ mod tests {
         };
         let process = ProcessFigures {
             uptime: Duration::ZERO,
+            slow: Duration::from_secs(10),
             more: Vec::new(),
         };
         let text = dump(&activities, &[engine], &process);
@@ -286,6 +303,48 @@ mod tests {
         assert!(text.contains(idle), "{text}");
         engine.hold = None;
         assert!(!dump(&activities, &[engine], &process).contains("stays idle"));
+    }
+
+    #[test]
+    fn a_dump_says_that_the_engine_has_not_come_back() {
+        let activities = Activities::new(2);
+        let engine = EngineFigures {
+            name: "cpu",
+            description: "an engine",
+            unanswered: None,
+            hold: None,
+        };
+        let engine_line = |slow| {
+            let process = ProcessFigures {
+                uptime: Duration::ZERO,
+                slow,
+                more: Vec::new(),
+            };
+            let text = dump(&activities, &[engine], &process);
+            text.lines().nth(1).unwrap_or_default().to_owned()
+        };
+        let stuck = "engine cpu: an engine; has not come back to session 7 for ";
+        let answers = "engine cpu: an engine; answers calls";
+        // A session that waits for its guest is in no call.
+        let session = activities.begin(7, "alice", "-");
+        session.set(ThreadState::Idle);
+        assert_eq!(engine_line(Duration::ZERO), answers);
+        // Outside of a turn: a write into memory, for example.
+        session.request(ThreadState::CallsEngine, SUBMIT, 3);
+        assert!(engine_line(Duration::ZERO).starts_with(stuck));
+        assert_eq!(engine_line(Duration::from_secs(1000)), answers);
+        // In a turn.
+        session.set(ThreadState::Idle);
+        session.begin_turn(
+            9,
+            &GraphInfo {
+                graph: 1,
+                nodes: 5,
+                longest: None,
+            },
+        );
+        assert!(engine_line(Duration::ZERO).starts_with(stuck));
+        assert_eq!(engine_line(Duration::from_secs(1000)), answers);
     }
 
     #[test]
@@ -298,6 +357,7 @@ mod tests {
         waits.request(ThreadState::WaitsForEngine, SUBMIT, 9);
         let process = ProcessFigures {
             uptime: Duration::ZERO,
+            slow: Duration::from_secs(10),
             more: Vec::new(),
         };
         let text = dump(&activities, &[], &process);
@@ -330,6 +390,7 @@ mod tests {
         host.send(&[1; 8], 0, &mut |_| {}).unwrap();
         let process = ProcessFigures {
             uptime: Duration::ZERO,
+            slow: Duration::from_secs(10),
             more: Vec::new(),
         };
         let text = dump(&activities, &[], &process);
@@ -360,6 +421,7 @@ mod tests {
         });
         let process = ProcessFigures {
             uptime: Duration::ZERO,
+            slow: Duration::from_secs(10),
             more: Vec::new(),
         };
         let text = dump(&activities, &engines, &process);

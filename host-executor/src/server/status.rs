@@ -100,6 +100,14 @@ impl StatusSource for ServerState {
 
     fn dump(&self) -> String {
         let mut more = Vec::new();
+        let threads = [
+            ("the watchdog", &self.watchdog),
+            ("the main thread", &self.main),
+        ];
+        more.extend(threads.into_iter().filter_map(|(what, heartbeat)| {
+            let age = heartbeat.age()?;
+            Some(format!("thread: {what} has last run {age:.1?} ago"))
+        }));
         for device in &self.devices {
             if let Some(weights) = device.weights.get() {
                 let which = self.which(device);
@@ -123,6 +131,7 @@ impl StatusSource for ServerState {
         let engines: Vec<_> = engines.collect();
         let process = ProcessFigures {
             uptime: self.since.elapsed(),
+            slow: self.limits.slow,
             more,
         };
         dump(&self.activities, &engines, &process)

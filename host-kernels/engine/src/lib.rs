@@ -4,6 +4,7 @@
 //! - [`SingleNode`]: one node of a graph on another engine. [`FallbackUse`]: how much such nodes
 //!   are of all.
 //! - [`fuse`]: operator fusion, which finds nodes that one kernel can compute.
+//! - [`log_limit`]: a limit on log lines that guests can cause.
 //! - [`roofline`]: a lower bound of a graph's memory traffic and arithmetic.
 //! - [`rope`]: the parameters of ROPE, as kernels take them.
 //! - [`types`]: sets of tensor types.
@@ -15,6 +16,7 @@ mod cancellation;
 mod engine;
 mod error;
 pub mod fuse;
+pub mod log_limit;
 mod memory;
 mod panic;
 mod plan;

@@ -27,7 +27,7 @@ pub(crate) struct Allocator {
     /// The library's functions, which outlive every buffer.
     functions: &'static Functions,
     buft: abi::ggml_backend_buffer_type_t,
-    /// The device, if its memory is not that of the host.
+    /// The device, if its driver knows how much memory is free. `None` for ggml's CPU device.
     device: Option<NonNull<abi::ggml_backend_device>>,
     /// The most bytes that buffers may have together.
     total: u64,
@@ -65,8 +65,8 @@ pub(crate) unsafe fn memory_of(device: NonNull<abi::ggml_backend_device>) -> (u6
 }
 
 impl Allocator {
-    /// `total`: the most bytes that buffers may have together. `device`: the device, if its memory
-    /// is not that of the host.
+    /// `total`: the most bytes that buffers may have together. `device`: the device, if its driver
+    /// knows how much memory is free.
     ///
     /// # Safety
     /// The buffer type and the device must be objects of the library of `functions`.
@@ -103,14 +103,17 @@ impl Allocator {
 
     /// The capacity, and what can be allocated: what is not allocated, and on a GPU no more than
     /// its driver says is free. Other programs of the host may use the GPU, too. Calls the driver.
+    ///
+    /// Nothing is free if the driver says what cannot be: more than all, which is how ggml's Vulkan
+    /// backend subtracts if others take what this process has (`ggml_backend_vk_get_device_memory`),
+    /// or nothing of nothing, which a lost GPU has in ggml's CUDA backend.
     pub(crate) fn free(&self) -> (u64, u64) {
         let used = self.used.load(Ordering::Relaxed);
         let rest = self.total.saturating_sub(used);
-        let driver = self.device.and_then(|device| {
+        let driver = self.device.map(|device| {
             // SAFETY: the device is one of the library's (the contract of `new`).
             let (free, total) = unsafe { memory_of(device) };
-            // A driver that does not know says 0 of 0.
-            (total > 0).then_some(free)
+            if free > total { 0 } else { free }
         });
         (self.total, driver.map_or(rest, |free| rest.min(free)))
     }

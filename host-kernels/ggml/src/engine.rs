@@ -118,7 +118,7 @@ impl GgmlEngine {
         let raw = found.as_ptr();
         // SAFETY: the device is one of the library's, whose objects are constant and never freed,
         // and its functions take the object itself.
-        let (buft, (_, total)) = unsafe {
+        let (buft, (_, known)) = unsafe {
             let buft = { (*raw).iface.get_buffer_type }.map_or(ptr::null_mut(), |get| get(raw));
             (buft, memory_of(found))
         };
@@ -129,9 +129,9 @@ impl GgmlEngine {
         // SAFETY: the device is one of the library's.
         let backend = unsafe { Backend::new(library, found, threads) };
         let backend = backend.filter(|_| !buft.is_null()).ok_or_else(failed)?;
-        let total = match total {
+        let total = match known {
             0 => fallback.memory().total, // the backend does not know
-            total => total,
+            known => known,
         };
         info!(
             "ggml {} from {}: device {name} ({description})",
@@ -149,7 +149,7 @@ impl GgmlEngine {
             );
         }
         let total = memory.map_or(total, |memory| memory.min(total));
-        let gpu = (!is_cpu).then_some(found);
+        let gpu = (!is_cpu && known > 0).then_some(found);
         // SAFETY: both objects are the library's.
         let allocator = unsafe { Allocator::new(library.functions(), buft, gpu, total) };
         let allocator = Arc::new(allocator);

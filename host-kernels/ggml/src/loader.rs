@@ -159,7 +159,9 @@ impl Handle {
                 let LibraryError::Load { reason, .. } = &error else {
                     return Err(error);
                 };
-                let Some(missing) = missing_library(reason) else {
+                // A file without a folder is looked for, too: it is not what it needs.
+                let missing = missing_library(reason).filter(|name| Path::new(name) != path);
+                let Some(missing) = missing else {
                     return Err(error);
                 };
                 let mut places = { folders.iter() }
@@ -226,7 +228,8 @@ pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
 /// The name of the library that the dynamic linker of the GNU C library does not find, from its
 /// message.
 fn missing_library(reason: &str) -> Option<&str> {
-    let name = reason.split_once(": cannot open shared object file")?.0;
+    let (name, _) =
+        reason.split_once(": cannot open shared object file: No such file or directory")?;
     (!name.is_empty() && !name.contains('/')).then_some(name)
 }
 
@@ -238,8 +241,8 @@ fn provider(library: &str) -> &'static str {
         (&["libcuda.so", "libnvidia-"], "install NVIDIA's driver"),
         (
             &["libcudart.", "libcublas", "libnvrtc", "libnccl"],
-            "install NVIDIA's CUDA libraries of this version, or name a backend whose folder has \
-             them, such as Ollama's",
+            "install NVIDIA's CUDA libraries of the version in the name, or name a backend whose \
+             folder has them, such as Ollama's",
         ),
         (
             &["libamdhip", "libhip", "librocblas", "librocm", "libhsa-"],
@@ -262,7 +265,8 @@ fn provider(library: &str) -> &'static str {
     let found =
         { PROVIDERS.iter() }.find(|(names, _)| names.iter().any(|name| library.starts_with(name)));
     found.map_or(
-        "install what has it, or start vgpu serve with its folder in LD_LIBRARY_PATH",
+        "install the package that provides the library, or start vgpu serve with the library's \
+         folder in LD_LIBRARY_PATH",
         |(_, next)| next,
     )
 }
@@ -295,6 +299,8 @@ mod tests {
         // The named file itself.
         assert_eq!(missing_library(&reason("/a/libggml-cuda.so")), None);
         assert_eq!(missing_library("/a/x.so: undefined symbol: y"), None);
+        let denied = "libcuda.so.1: cannot open shared object file: Permission denied";
+        assert_eq!(missing_library(denied), None);
         // What the linker of this machine says.
         let error = Handle::open("libvgpu-none.so.7".as_ref(), libc::RTLD_NOW).err();
         let Some(LibraryError::Load { reason, .. }) = error else {
@@ -354,11 +360,19 @@ mod tests {
         let error = Handle::open_with_dependencies(&other, &folders, flags).err();
         let text = error.expect("a library is missing").to_string();
         let said = format!(
-            "{} needs libvgpu-test-absent.so, which is missing on this machine: install what has \
-             it, or start vgpu serve with its folder in LD_LIBRARY_PATH",
+            "{} needs libvgpu-test-absent.so, which is missing on this machine: install the \
+             package that provides the library, or start vgpu serve with the library's folder in \
+             LD_LIBRARY_PATH",
             other.display()
         );
         assert_eq!(text, said);
+        // The backend itself, and a file that is there and may not be opened.
+        let absent = Path::new("libvgpu-none.so.7");
+        let error = Handle::open_with_dependencies(absent, &folders, flags).err();
+        assert!(
+            matches!(error, Some(LibraryError::Load { .. })),
+            "{error:?}"
+        );
     }
 
     #[test]
@@ -371,7 +385,7 @@ mod tests {
             ("libhipblas.so.3", "install AMD's ROCm"),
             ("libvulkan.so.1", "install the Vulkan loader"),
             ("libsycl.so.8", "install Intel's oneAPI"),
-            ("libgomp.so.1", "install what has it"),
+            ("libgomp.so.1", "install the package that provides"),
         ] {
             assert!(provider(library).starts_with(next), "{library}");
         }

@@ -56,19 +56,17 @@ impl GgmlMemory {
     /// [`EngineError::OutOfMemory`].
     pub(crate) fn alloc(allocator: &Arc<Allocator>, size: u64) -> Result<GgmlMemory, EngineError> {
         let wanted = allocation_size(size);
-        let (total, free) = allocator.free();
-        let refused = || EngineError::OutOfMemory {
-            wanted: size,
-            free,
-            total,
-        };
         let max = allocator.max_buffer();
-        if wanted > max {
-            return Err(EngineError::OutOfMemory {
+        let refused = || {
+            let (total, free) = allocator.free();
+            EngineError::OutOfMemory {
                 wanted: size,
                 free: free.min(max),
                 total,
-            });
+            }
+        };
+        if wanted > max {
+            return Err(refused());
         }
         let reserved = allocator.reserve(wanted).ok_or_else(refused)?;
         let buffer = allocator.alloc_buffer(wanted).ok_or_else(refused)?;

@@ -308,9 +308,9 @@ fn an_unknown_device_is_refused_with_those_that_exist() {
     assert!(text.contains("no device `CUDA7`: it has CPU"), "{text}");
 }
 
-/// Two GPUs of one machine are two engines over one library.
+/// Two GPUs of one machine are two engines over one library, which several threads use.
 #[test]
-fn two_devices_of_one_library_compute_at_the_same_time() {
+fn two_devices_of_one_library_compute_their_own_graphs() {
     let folder = tempfile::tempdir().unwrap();
     let changes = Changes {
         devices: 2,

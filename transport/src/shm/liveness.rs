@@ -10,6 +10,7 @@
 //! time.
 #![forbid(unsafe_code)]
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -63,8 +64,14 @@ struct Heartbeat {
     epoch: Option<u64>,
 }
 
-/// The heartbeats of a process. `None` while the thread does not run.
-type Heartbeats = Option<Vec<Heartbeat>>;
+/// The heartbeats of a process.
+#[derive(Debug, Default)]
+struct Heartbeats {
+    /// `None` while the thread does not run.
+    all: Option<Vec<Heartbeat>>,
+    /// Whether the process ends, so that no guest begins any more.
+    ends: bool,
+}
 
 /// The heartbeats of this process. A forked child does not have the thread, and starts one of its
 /// own.
@@ -80,7 +87,7 @@ fn heartbeats() -> Guard<'static, Heartbeats> {
 /// # Errors
 ///
 /// When the process cannot start another thread.
-pub fn start(window: &Arc<Window>) -> std::io::Result<()> {
+pub fn start(window: &Arc<Window>) -> io::Result<()> {
     start_at(window, word::HEARTBEAT)
 }
 
@@ -90,7 +97,7 @@ pub fn start(window: &Arc<Window>) -> std::io::Result<()> {
 /// # Errors
 ///
 /// When the process cannot start another thread.
-pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
+pub fn start_at(window: &Arc<Window>, offset: usize) -> io::Result<()> {
     add(Heartbeat {
         window: Arc::downgrade(window),
         offset,
@@ -103,8 +110,8 @@ pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
 ///
 /// # Errors
 ///
-/// When the process cannot start another thread.
-pub fn start_guest(window: &Arc<Window>, epoch: u64) -> std::io::Result<()> {
+/// When the process cannot start another thread, or [ends](close_guests).
+pub fn start_guest(window: &Arc<Window>, epoch: u64) -> io::Result<()> {
     add(Heartbeat {
         window: Arc::downgrade(window),
         offset: word::GUEST_HEARTBEAT,
@@ -113,25 +120,32 @@ pub fn start_guest(window: &Arc<Window>, epoch: u64) -> std::io::Result<()> {
 }
 
 /// Closes the links of this process whose hosts cannot see that the process ends: each host ends
-/// its session at once instead of after [`SILENCE`]. For a process that ends now. Other threads may
-/// still use the links, and get the error of a closed link at some time. A forked child has none of
-/// its parent's links, and closes none.
+/// its session at once instead of after [`SILENCE`]. For a process that ends now: no such link can
+/// be opened afterwards ([`start_guest`]). Other threads may still use the links, and get the error
+/// of a closed link at some time. A forked child has none of its parent's links, and closes none.
 ///
-/// Waits for no thread. Closes nothing if another thread, or the interrupted function below a
-/// signal handler, changes the list of heartbeats all the time.
+/// Does nothing in a process without such links. Waits for at most 10 ms for the thread of the
+/// heartbeats. Closes nothing if that thread does not run, or if this one has the list already,
+/// below a signal handler.
 pub fn close_guests() {
     /// The thread of the heartbeats has the list for microseconds, once a second.
     const ATTEMPTS: u32 = 100;
-    let all = HEARTBEATS.get_or_init(Mutex::default);
-    let mut attempts = 0..ATTEMPTS;
-    let heartbeats = attempts.find_map(|attempt| {
+    let Some(all) = HEARTBEATS.get() else { return };
+    let found = (0..ATTEMPTS).find_map(|attempt| {
         if attempt > 0 {
             std::thread::sleep(Duration::from_micros(100));
         }
         try_lock(all)
     });
-    let guests = heartbeats.iter().flat_map(|all| all.iter().flatten());
-    for heartbeat in guests {
+    if let Some(mut heartbeats) = found {
+        heartbeats.ends = true;
+        close(heartbeats.all.iter().flatten());
+    }
+}
+
+/// Closes the windows of guests among these.
+fn close<'a>(heartbeats: impl Iterator<Item = &'a Heartbeat>) {
+    for heartbeat in heartbeats {
         let (Some(window), Some(epoch)) = (heartbeat.window.upgrade(), heartbeat.epoch) else {
             continue;
         };
@@ -140,18 +154,23 @@ pub fn close_guests() {
             window.store(word::GUEST_STATE, STATE_CLOSED);
             window.full_fence();
         }
+        // The last reference would remove the mapping: other threads end with the process.
+        std::mem::forget(window);
     }
 }
 
-fn add(heartbeat: Heartbeat) -> std::io::Result<()> {
+fn add(heartbeat: Heartbeat) -> io::Result<()> {
     let mut heartbeats = heartbeats();
-    match &mut *heartbeats {
+    if heartbeats.ends && heartbeat.epoch.is_some() {
+        return Err(io::Error::other("the process ends"));
+    }
+    match &mut heartbeats.all {
         Some(all) => all.push(heartbeat),
         None => {
             std::thread::Builder::new()
                 .name("vgpu-heartbeat".into())
                 .spawn(run)?;
-            *heartbeats = Some(vec![heartbeat]);
+            heartbeats.all = Some(vec![heartbeat]);
         }
     }
     Ok(())
@@ -162,7 +181,9 @@ fn run() {
     for count in 1.. {
         {
             let mut heartbeats = heartbeats();
-            let Some(all) = &mut *heartbeats else { return };
+            let Some(all) = &mut heartbeats.all else {
+                return;
+            };
             all.retain(|heartbeat| match heartbeat.window.upgrade() {
                 Some(window) => {
                     let epoch = window.load(word::EPOCH);
@@ -177,7 +198,7 @@ fn run() {
                 None => false,
             });
             if all.is_empty() {
-                *heartbeats = None;
+                heartbeats.all = None;
                 return;
             }
         }
@@ -290,26 +311,29 @@ mod tests {
         drop(other);
         let gone = Arc::downgrade(&window);
         drop(window);
-        while gone.upgrade().is_some() || heartbeats().is_some() {
+        while gone.upgrade().is_some() || heartbeats().all.is_some() {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
     #[test]
     fn process_that_ends_closes_its_own_guests_only() {
-        let guest = Arc::new(Window::anonymous(4096).unwrap());
-        let replaced = Arc::new(Window::anonymous(4096).unwrap());
-        let host = Arc::new(Window::anonymous(4096).unwrap());
-        for window in [&guest, &replaced, &host] {
+        let [guest, replaced, host] = std::array::from_fn(|_| {
+            let window = Arc::new(Window::anonymous(4096).unwrap());
             window.store(word::EPOCH, 7);
             window.store(word::GUEST_STATE, STATE_OPEN);
-        }
-        start_guest(&guest, 7).unwrap();
-        start_guest(&replaced, 7).unwrap();
-        start(&host).unwrap();
+            window
+        });
+        let heartbeat = |window, epoch| Heartbeat {
+            window: Arc::downgrade(window),
+            offset: word::GUEST_HEARTBEAT,
+            epoch,
+        };
         // A session of another program has begun in the same memory.
         replaced.store(word::EPOCH, 8);
-        close_guests();
+        let own = Some(7);
+        let all = [(&guest, own), (&replaced, own), (&host, None)];
+        close(all.map(|(window, epoch)| heartbeat(window, epoch)).iter());
         assert_eq!(guest.load(word::GUEST_STATE), STATE_CLOSED);
         assert_eq!(replaced.load(word::GUEST_STATE), STATE_OPEN);
         assert_eq!(host.load(word::GUEST_STATE), STATE_OPEN);

@@ -1,9 +1,11 @@
-//! The container images of the executor and of llama-server: what files in `deploy/` rely on.
+//! The container images: of the executor, on which files in `deploy/` rely, and of llama-server.
 
 /// The name of the executor's image, without a tag.
 pub const NAME: &str = "ggml-vgpu";
 /// The name of the image of llama-server with the plugin, without a tag.
 pub const LLAMA_NAME: &str = "ggml-vgpu-llama-server";
+/// The folder of llama-server and its libraries.
+pub const LLAMA_FOLDER: &str = "/app";
 /// llama-server in its image.
 pub const LLAMA_SERVER: &str = "/app/llama-server";
 /// The command of the executor's image.

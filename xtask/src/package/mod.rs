@@ -197,10 +197,9 @@ impl Release {
         let progress = Progress::new("packing the OCI image of the executor");
         let base = oci::executor(dist, generated, version, folder)?;
         progress.done(&format!("on {base}"));
-        if let Some(PortableServer { programs, license }) = server {
+        if let Some(server) = server {
             let progress = Progress::new("packing the OCI image of llama-server");
-            let files = (&*programs, &*license);
-            let base = oci::llama_server(dist, generated, files, version, folder)?;
+            let base = oci::llama_server(dist, generated, &server, version, folder)?;
             progress.done(&format!("on {base}"));
         }
         Ok(())

@@ -4,6 +4,7 @@
 //!
 //! By hand: tar writes the layers, and what is left are three JSON documents.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,6 +17,7 @@ use super::layout::{Entry, entry, lay_out, reproducible_tar};
 use super::sbom::sha256;
 use xtask_common::dist::Dist;
 use xtask_common::image;
+use xtask_common::llama::PortableServer;
 use xtask_common::process;
 use xtask_common::scratch::Scratch;
 use xtask_common::version;
@@ -58,8 +60,6 @@ struct Image<'a> {
     base: &'a [&'a str],
     /// The empty folders.
     folders: &'a [&'a str],
-    /// The licenses of what is in our layer, as SPDX has them.
-    licenses: &'a str,
     /// The command, its environment and its ports, as `config` of the OCI's image configuration.
     config: Value,
 }
@@ -93,38 +93,37 @@ pub(super) fn executor(
         title: "ggml-vgpu executor",
         base: &BASE,
         folders: &image::FOLDERS,
-        licenses: "MIT",
         config,
     };
     image.write(&entries, version, folder)
 }
 
-/// Writes the image of llama-server with the plugin into `folder`. `programs`: the folder of
-/// llama-server and of all that it loads; `license`: that of llama.cpp. Returns the names of the
-/// Debian packages in the image.
+/// Writes the image of llama-server with the plugin into `folder`. Returns the names of the Debian
+/// packages in it.
 pub(super) fn llama_server(
     dist: &Dist,
     generated: &Generated,
-    (programs, license): (&Path, &Path),
+    server: &PortableServer,
     version: &str,
     folder: &Path,
 ) -> Result<String> {
-    let mut entries = vec![
-        entry(place_of(image::PLUGIN), &dist.plugin, 0o644),
-        entry("usr/share/doc/llama.cpp/copyright", license, 0o644),
-    ];
-    for file in fs::read_dir(programs).context("listing llama-server and its libraries")? {
-        let file = file
-            .context("listing llama-server and its libraries")?
-            .path();
+    let mut entries = vec![entry(place_of(image::PLUGIN), &dist.plugin, 0o644)];
+    for license in &server.licenses {
+        let place = format!("usr/share/doc/llama.cpp/{}", license.display());
+        entries.push(entry(place, server.source.join(license), 0o644));
+    }
+    let app = place_of(image::LLAMA_FOLDER);
+    let listing = "listing llama-server and its libraries";
+    for file in fs::read_dir(&server.programs).context(listing)? {
+        let file = file.context(listing)?.path();
         let name = file.file_name().context("a name")?.display();
-        entries.push(entry(format!("app/{name}"), &file, 0o755));
+        entries.push(entry(format!("{app}/{name}"), &file, 0o755));
     }
     entries.extend(documents(generated));
     let config = json!({
         "Entrypoint": [image::LLAMA_SERVER],
         "Env": [
-            "PATH=/usr/bin:/app",
+            format!("PATH=/usr/bin:{}", image::LLAMA_FOLDER),
             // As in the images of llama.cpp.
             "LLAMA_ARG_HOST=0.0.0.0",
             "LLAMA_ARG_N_GPU_LAYERS=99",
@@ -140,7 +139,6 @@ pub(super) fn llama_server(
         title: "llama-server with ggml-vgpu's plugin",
         base: &BASE_OF_LLAMA,
         folders: &["/tmp", "/run/vgpu", "/models"],
-        licenses: "MIT",
         config,
     };
     image.write(&entries, version, folder)
@@ -199,7 +197,6 @@ impl Image<'_> {
         self.config["Labels"] = json!({
             "org.opencontainers.image.title": self.title,
             "org.opencontainers.image.version": version,
-            "org.opencontainers.image.licenses": self.licenses,
             "ggml-vgpu.debian-packages": packages,
         });
         let config = json!({
@@ -253,25 +250,21 @@ fn place_of(path: &str) -> &str {
 /// Unpacks Debian's `packages` for the base of an image into `root`, with the files and the empty
 /// `folders` that programs expect. Returns the packages' names and versions.
 fn debian_base(root: &Path, packages: &[&str], folders: &[&str]) -> Result<String> {
-    let scratch = Scratch::new()?;
-    let mut download = Command::new("apt-get");
-    download
-        .arg("download")
-        .args(["-o", "APT::Sandbox::User=root"])
-        .args(packages)
-        .current_dir(scratch.path());
-    process::output(&mut download).context("fetching the packages of the image with apt")?;
-    fs::create_dir_all(root).context("creating a folder")?;
     let mut names = Vec::new();
-    for entry in fs::read_dir(scratch.path()).context("listing the packages")? {
-        let path = entry.context("listing the packages")?.path();
-        let mut unpack = Command::new("dpkg-deb");
-        process::output(unpack.arg("-x").arg(&path).arg(root))?;
-        let show = ["-W", "--showformat=${Package} ${Version}"];
-        names.push(process::output(
-            Command::new("dpkg-deb").args(show).arg(&path),
-        )?);
+    fetch(packages, root, &mut names)?;
+    // Packages of one source have their documents, and so their licenses, in one of them.
+    let linked = linked_documents(root)?;
+    let linked: Vec<&str> = linked.iter().map(String::as_str).collect();
+    if !linked.is_empty() {
+        fetch(&linked, root, &mut names)?;
     }
+    // The texts that these documents name.
+    let scratch = Scratch::new()?;
+    fetch(&["base-files"], scratch.path(), &mut Vec::new())?;
+    let texts = "usr/share/common-licenses";
+    let mut copy = Command::new("cp");
+    copy.arg("-a").arg(scratch.path().join(texts));
+    process::output(copy.arg(root.join(texts)))?;
     names.sort_unstable();
     link_merged_folders(root)?;
     for unused in UNUSED {
@@ -296,6 +289,45 @@ fn debian_base(root: &Path, packages: &[&str], folders: &[&str]) -> Result<Strin
         fs::create_dir_all(root.join(place_of(folder))).context("creating a folder")?;
     }
     Ok(names.join(", "))
+}
+
+/// Unpacks Debian's packages into `root`, and adds their names and versions to `names`.
+fn fetch(packages: &[&str], root: &Path, names: &mut Vec<String>) -> Result<()> {
+    let scratch = Scratch::new()?;
+    let mut download = Command::new("apt-get");
+    download
+        .arg("download")
+        .args(["-o", "APT::Sandbox::User=root"])
+        .args(packages)
+        .current_dir(scratch.path());
+    process::output(&mut download).context("fetching the packages of the image with apt")?;
+    fs::create_dir_all(root).context("creating a folder")?;
+    for entry in fs::read_dir(scratch.path()).context("listing the packages")? {
+        let path = entry.context("listing the packages")?.path();
+        let mut unpack = Command::new("dpkg-deb");
+        process::output(unpack.arg("-x").arg(&path).arg(root))?;
+        let show = ["-W", "--showformat=${Package} ${Version}"];
+        names.push(process::output(
+            Command::new("dpkg-deb").args(show).arg(&path),
+        )?);
+    }
+    Ok(())
+}
+
+/// The packages to whose documents those of the unpacked ones are links.
+fn linked_documents(root: &Path) -> Result<BTreeSet<String>> {
+    let mut packages = BTreeSet::new();
+    let documents = root.join("usr/share/doc");
+    for entry in fs::read_dir(&documents).context("listing documents")? {
+        let path = entry.context("listing documents")?.path();
+        if path.exists() {
+            continue;
+        }
+        let target = fs::read_link(&path).context("a link between documents")?;
+        let package = target.file_name().context("a link between documents")?;
+        packages.insert(package.to_string_lossy().into_owned());
+    }
+    Ok(packages)
 }
 
 /// Links `/lib` and `/lib64` to the folders of the same names below `/usr`, where a release has the

@@ -18,6 +18,7 @@ use vgpu_cuda::kernel_set::parse_names;
 use vgpu_cuda::verdict::Verdict;
 use vgpu_executor::engine::{self, EngineKind, KeepError};
 
+use crate::error_text;
 use crate::own_program::OWN_PROGRAM;
 
 /// How long the check of a kernel may take at a start of `vgpu serve`.
@@ -143,7 +144,10 @@ pub(crate) fn before_serving(engine: &EngineKind) {
                 );
             }
         }
-        Err(error) => warn!("the kernels are not checked: {error:#}"),
+        Err(error) => warn!(
+            "the kernels are not checked: {}",
+            error_text::one_line(&error)
+        ),
     }
 }
 

@@ -17,6 +17,7 @@ use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::Status;
 
 use crate::control_client;
+use crate::error_text;
 use controls::{Controls, Next};
 use rates::{busy, on_cpu, rates};
 use screen::{View, draw};
@@ -105,7 +106,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                 Next::Kill(session) => {
                     let request = OperatorRequest::Kill { session };
                     let said = control_client::perform(&args.control, &request);
-                    answer = Some(said.unwrap_or_else(|error| format!("{error:#}")));
+                    answer = Some(said.unwrap_or_else(|error| error_text::one_line(&error)));
                 }
             }
         }

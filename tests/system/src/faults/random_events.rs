@@ -96,6 +96,9 @@ const SHORT: Duration = Duration::from_millis(1500);
 /// What a busy machine may add to a stated time.
 const SLOW_MACHINE: Duration = Duration::from_secs(30);
 
+/// How often to ask the executor by a command.
+const ASK_PERIOD: Duration = Duration::from_millis(20);
+
 /// How often to look at what programs have said.
 const LOOK_PERIOD: Duration = Duration::from_millis(2);
 
@@ -797,7 +800,7 @@ impl<'a> Soak<'a> {
                 began.elapsed() < AT_ONCE,
                 "{left:?} are there {AT_ONCE:?} after the end of their machine"
             );
-            thread::sleep(Duration::from_millis(20));
+            thread::sleep(ASK_PERIOD);
         }
         if !is_at_once {
             self.plug()?;
@@ -1000,7 +1003,7 @@ impl<'a> Soak<'a> {
                 began.elapsed() < AT_ONCE,
                 "sessions of programs that have ended {AT_ONCE:?} ago: {open:?}"
             );
-            thread::sleep(LOOK_PERIOD);
+            thread::sleep(ASK_PERIOD);
         }
         drop(self.machine);
         self.executor.stop()

@@ -90,8 +90,9 @@ struct Container<'a> {
 }
 
 impl Container<'_> {
-    /// The command that runs the container in the foreground. `folder` does not exist yet.
-    fn command(&self, folder: &Path) -> Result<Command> {
+    /// The command that runs the container in the foreground, and what ends the container if it is
+    /// still there: runc does not, if it is killed. `folder` does not exist yet.
+    fn command(&self, folder: &Path) -> Result<(Command, Removal)> {
         let mut mounts = vec![
             json!({"destination": "/proc", "type": "proc", "source": "proc"}),
             json!({"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}),
@@ -132,27 +133,73 @@ impl Container<'_> {
         });
         fs::create_dir_all(folder).context("creating a folder")?;
         fs::write(folder.join("config.json"), config.to_string()).context("writing a file")?;
-        let mut runc = Command::new("runc");
-        runc.arg("--root").arg(folder.join("state"));
-        runc.args(["run", "--bundle"]).arg(folder);
-        // The name is unique on the machine: runc names a control group after it.
-        runc.arg(format!("vgpu-test-{}", process_name(folder)));
-        Ok(runc)
+        // Unique on the machine: runc names a control group after it.
+        let name = folder.file_name().unwrap_or_default().to_string_lossy();
+        let removal = Removal {
+            state: folder.join("state"),
+            id: format!("vgpu-test-{}-{name}", std::process::id()),
+        };
+        let mut run = removal.runc();
+        run.args(["run", "--bundle"]).arg(folder).arg(&removal.id);
+        Ok((run, removal))
     }
 }
 
-/// A name from a folder that only this process has.
-fn process_name(folder: &Path) -> String {
-    let name = folder.file_name().unwrap_or_default().to_string_lossy();
-    format!("{}-{name}", std::process::id())
+/// Ends and removes a container, if there is one.
+struct Removal {
+    /// Where runc has its containers.
+    state: PathBuf,
+    id: String,
+}
+
+impl Removal {
+    fn runc(&self) -> Command {
+        let mut runc = Command::new("runc");
+        runc.arg("--root").arg(&self.state);
+        runc
+    }
+}
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        // It fails if the container has ended.
+        let _ = process::output(self.runc().args(["delete", "--force"]).arg(&self.id));
+    }
 }
 
 /// Installs runc, unless it is there.
-pub(super) fn runc(cache: &Cache) -> Result<()> {
+fn runc(cache: &Cache) -> Result<()> {
     match packages::runs("runc", &["--version"]) {
         true => Ok(()),
         false => packages::apt(cache, &["runc"], "runc"),
     }
+}
+
+/// Every document of an image is there: no link to one of a package that the image lacks.
+fn expect_complete_documents(root: &Path) -> Result<()> {
+    for entry in fs::read_dir(root.join("usr/share/doc")).context("listing documents")? {
+        let path = entry.context("listing documents")?.path();
+        ensure!(path.exists(), "{} leads nowhere", path.display());
+        let license = path.join("copyright");
+        let license = [license, path.join("LICENSE")]
+            .into_iter()
+            .find(|file| file.is_file());
+        ensure!(license.is_some(), "no license in {}", path.display());
+    }
+    Ok(())
+}
+
+/// No program of an image has this path of the machine that has built it.
+fn expect_no_path_of(cache: &str, root: &Path) -> Result<()> {
+    for entry in fs::read_dir(root.join("app")).context("listing programs")? {
+        let path = entry.context("listing programs")?.path();
+        let bytes = fs::read(&path).context("reading a program")?;
+        let has_path = bytes
+            .windows(cache.len())
+            .any(|part| part == cache.as_bytes());
+        ensure!(!has_path, "{} has the path {cache}", path.display());
+    }
+    Ok(())
 }
 
 /// A container of `executor` serves, and one of `server` generates through its socket what the same
@@ -163,7 +210,14 @@ pub(super) fn generate(
     server: &Image,
     folder: &Path,
 ) -> Result<String> {
+    if !rustix::process::geteuid().is_root() {
+        return Ok("not run: this user is not root".to_owned());
+    }
     runc(tests.cache)?;
+    for Image { root, .. } in [executor, server] {
+        expect_complete_documents(root)?;
+    }
+    expect_no_path_of(&tests.cache.root().display().to_string(), &server.root)?;
     let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
     let (sockets, models) = (folder.join("sockets"), folder.join("models"));
     let cache = folder.join("cache");
@@ -178,7 +232,8 @@ pub(super) fn generate(
         environment: &[],
     };
     let log = tests.log("images-executor");
-    let mut daemon = Daemon::start(&mut serving.command(&folder.join("executor"))?, &log)?;
+    let (mut run, _removal) = serving.command(&folder.join("executor"))?;
+    let mut daemon = Daemon::start(&mut run, &log)?;
     daemon.wait_until(TIMEOUT, |daemon| daemon.log().contains("ready "))?;
     let complete = |name: &str, environment: &[(&str, &str)]| {
         let port = free_port()?;
@@ -194,7 +249,8 @@ pub(super) fn generate(
             environment,
         };
         let log = tests.log(&format!("images-{name}"));
-        let daemon = Daemon::start(&mut generating.command(&folder.join(name))?, &log)?;
+        let (mut run, _removal) = generating.command(&folder.join(name))?;
+        let daemon = Daemon::start(&mut run, &log)?;
         let server = Server::of(daemon, port)?;
         let choices = server.complete(PROMPT, TOKENS)?;
         let log = server.log();

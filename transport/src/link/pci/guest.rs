@@ -298,11 +298,6 @@ impl PciDevice {
         let window = Arc::new(window);
         let layout = Layout::read(&*window, window.size())
             .map_err(|error| not_vgpu(&self.name, error.into()))?;
-        liveness::start_guest(&window, layout.epoch()).map_err(|error| PciError::Io {
-            device: self.name.clone(),
-            what: "starting the heartbeat thread",
-            error,
-        })?;
         let liveness = Liveness::new(&window, STALL);
         let doorbell = PciDoorbell {
             registers: self.registers,
@@ -311,12 +306,19 @@ impl PciDevice {
             sleeps: Mutex::new(SleepTimes::new()),
             _lock: OwnFd::new(lock),
         };
-        Ok(WindowGuest::new(
-            window,
+        let guest = WindowGuest::new(
+            Arc::clone(&window),
             &layout,
             Box::new(doorbell),
             Some(liveness),
-        ))
+        );
+        // After the guest has opened the link: from here on the end of the process closes it.
+        liveness::start_guest(&window, layout.epoch()).map_err(|error| PciError::Io {
+            device: self.name,
+            what: "starting the heartbeat thread",
+            error,
+        })?;
+        Ok(guest)
     }
 }
 
