@@ -47,7 +47,7 @@ pub(crate) enum Rank {
     /// The extents of a sharing domain that begin with the same bytes (`weights::uploads`). A
     /// session holds this lock while it copies bytes into the engine's memory, so that no other
     /// session uploads the same extent meanwhile. Only sessions of the domain that upload such an
-    /// extent wait for it.
+    /// extent wait for it: for a limited time, and not once they are to end.
     Upload,
     /// The bytes of a buffer that shares bytes with others, in an engine, which charges copies of
     /// them to the guest. The executor takes no lock of this rank, and asks the engine how much

@@ -60,8 +60,8 @@ fn the_limit_of_a_gpu_is_not_the_limit_of_copies_on_the_host() {
     );
 }
 
-/// A desktop and other programs of the host use the GPU, too. A guest that asks for the free memory,
-/// as Ollama does, gets what is left.
+/// A desktop and other programs of the host use the GPU, too. A guest that asks for the free
+/// memory, as Ollama does, gets what is left.
 #[test]
 fn memory_that_other_programs_of_the_host_use_is_not_free() {
     const USED: u64 = 256 << 20;

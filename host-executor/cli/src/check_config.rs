@@ -63,6 +63,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                     "engine": checked.selection.names(),
                     "device": checked.device,
                     "unused_gpu": checked.selection.unused_gpu,
+                    "needs_isolation": needs_isolation(settings),
                 }),
             ),
             Err(reason) => {
@@ -156,5 +157,18 @@ fn summary(settings: &Settings, checked: &Checked) -> String {
     if let Some(gpu) = &selection.unused_gpu {
         text.push_str(&format!("\nnot used: {gpu}"));
     }
+    if needs_isolation(settings) {
+        text.push_str(&format!("\n{NEEDS_ISOLATION}"));
+    }
     text
+}
+
+/// What `vgpu serve` needs besides a configuration with an engine that a guest can end.
+pub(crate) const NEEDS_ISOLATION: &str = "a guest can end this engine, and read what the others \
+                                          have in it: vgpu serve needs --isolate, or \
+                                          engine.trust-guests = true";
+
+/// Whether `vgpu serve` refuses the settings without `--isolate`, which is no setting.
+fn needs_isolation(settings: &Settings) -> bool {
+    settings.engines.needs_trust().is_some() && !settings.trust_guests
 }

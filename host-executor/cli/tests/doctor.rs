@@ -2,6 +2,8 @@
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
+#[path = "../../../tests/common/mod.rs"]
+mod ggml;
 mod served;
 
 use std::fs;
@@ -220,23 +222,33 @@ fn a_driver_without_nvrtc() {
     );
 }
 
-/// A configuration with a backend of ggml that does not start, and with one that no guest may use.
+/// A configuration with a backend of ggml that does not start.
 #[test]
 fn a_backend_of_ggml_that_cannot_be_used() {
     let machine = Machine::new("ggml-backend");
     let backend = machine.path("opt/libggml-vulkan.so");
     machine.write("opt/libggml-vulkan.so", "no library");
-    let engine = format!("engine.kind = \"ggml:{}\"\n", backend.display());
-    for (more, reason) in [
-        ("", "--trust-guests"),
-        ("engine.trust-guests = true\n", "file too short"),
-    ] {
-        machine.write("etc/vgpu/vgpu.toml", &format!("{engine}{more}"));
+    let config = format!("engine.kind = \"ggml:{}\"\n", backend.display());
+    machine.write("etc/vgpu/vgpu.toml", &config);
+    let (said, reason) = (machine.doctor(&[]), "file too short");
+    assert!(has(&said, "FAIL config", reason), "{}", said.text);
+    assert_eq!(said.text.matches(reason).count(), 1, "{}", said.text);
+    assert!(said.last().starts_with("next: sudoedit /"), "{}", said.text);
+    assert!(!said.is_well);
+}
+
+/// A configuration with a backend of ggml that starts, which a guest can end.
+#[test]
+fn a_backend_of_ggml_needs_isolated_or_trusted_guests() {
+    let machine = Machine::new("ggml-trust");
+    let backend = ggml::cached("build-llama-0.3.36/bin/libggml-cpu.so");
+    let config = format!("engine.kind = \"ggml:{}\"\n", backend.display());
+    for (more, is_noted) in [("", true), ("engine.trust-guests = true\n", false)] {
+        machine.write("etc/vgpu/vgpu.toml", &format!("{config}{more}"));
         let said = machine.doctor(&[]);
-        assert!(has(&said, "FAIL config", reason), "{}", said.text);
-        assert_eq!(said.text.matches(reason).count(), 1, "{}", said.text);
-        assert!(said.last().starts_with("next: sudoedit /"), "{}", said.text);
-        assert!(!said.is_well);
+        assert!(has(&said, "ok config", "engine ggml:"), "{}", said.text);
+        let note = "vgpu serve needs --isolate, or engine.trust-guests = true";
+        assert_eq!(has(&said, "note config", note), is_noted, "{}", said.text);
     }
 }
 

@@ -9,7 +9,7 @@ use vgpu_transport::bytes::Bytes;
 
 use crate::weights::SessionStore;
 use crate::weights::uploads::{
-    CandidateExtents, FIRST_BYTES, FollowedUpload, MAX_COMPARED, UploadLeader,
+    CandidateExtents, FIRST_BYTES, FollowedUpload, Locked, MAX_COMPARED, UploadLeader,
 };
 
 /// Bytes that are compared at once: two such parts fit the first cache of a core.
@@ -269,7 +269,9 @@ impl ExtentUpload {
         let followed = followed.as_ref();
         // Extents that others add meanwhile are compared as well, but not without end.
         for is_last in [false, false, true] {
-            let (others, added) = candidates.extents();
+            let Some((others, added)) = candidates.extents(&|| is_over(true)) else {
+                break;
+            };
             if may_follow && self.left.len() < MAX_COMPARED {
                 for other in others {
                     if self.is_like(&other, followed, *rest, &|| is_over(true))? {
@@ -278,10 +280,10 @@ impl ExtentUpload {
                     }
                 }
             }
-            let mut list = match candidates.lock_unchanged(added) {
-                Some(list) => list,
-                None if is_last => break,
-                None => continue,
+            let mut list = match candidates.lock_unchanged(added, &|| is_over(true)) {
+                Locked::List(list) => list,
+                Locked::Changed if !is_last => continue,
+                Locked::Changed | Locked::Busy => break,
             };
             let Ok(extent) = memory.begin_extent(self.range.offset, self.range.len) else {
                 break; // part of it is shared already

@@ -15,6 +15,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_engine::Extent;
@@ -27,6 +28,10 @@ pub(crate) const MAX_COMPARED: usize = 8;
 
 /// The bytes by which extents are found that may be equal.
 pub(crate) const FIRST_BYTES: usize = 4096;
+
+/// How long a session waits for a list that another one has, which calls the engine meanwhile: for
+/// the copy of at most one extent. If a call of the engine hangs, others upload by themselves.
+const MAX_LIST_WAIT: Duration = Duration::from_secs(10);
 
 /// Entries of freed extents that a table keeps, besides as many as it has others, before it looks
 /// for them.
@@ -57,6 +62,18 @@ pub(super) struct Key {
 /// Extents that may be equal.
 pub(crate) struct CandidateExtents {
     list: RankedMutex<List>,
+    /// How long a session waits for the list.
+    max_wait: Duration,
+}
+
+/// What a session gets that wants to add an extent.
+pub(crate) enum Locked<'a> {
+    /// The list, to which nobody else adds meanwhile.
+    List(RankedGuard<'a, List>),
+    /// Others have added extents since.
+    Changed,
+    /// Another session keeps the list, or this one is to end.
+    Busy,
 }
 
 /// The extents of one [`CandidateExtents`].
@@ -113,6 +130,7 @@ impl Default for CandidateExtents {
     fn default() -> CandidateExtents {
         CandidateExtents {
             list: RankedMutex::new(Rank::Upload, List::default()),
+            max_wait: MAX_LIST_WAIT,
         }
     }
 }
@@ -143,22 +161,44 @@ impl Uploads {
 }
 
 impl CandidateExtents {
-    /// The extents that exist, and how many were added so far.
-    pub(crate) fn extents(&self) -> (Vec<FollowedUpload>, u64) {
-        let list = self.list.lock();
+    /// The extents that exist, and how many were added so far. `None` if another session keeps the
+    /// list for too long, or once `is_over` returns `true`.
+    pub(crate) fn extents(&self, is_over: &dyn Fn() -> bool) -> Option<(Vec<FollowedUpload>, u64)> {
+        let list = self.lock(is_over)?;
         let followed = |upload: &Upload| {
             let extent = upload.extent.upgrade()?;
             let upload_end = Arc::clone(&upload.upload_end);
             Some(FollowedUpload { extent, upload_end })
         };
         let extents = list.uploads.iter().filter_map(followed).collect();
-        (extents, list.added)
+        Some((extents, list.added))
     }
 
-    /// Locks the list, so that no extent is added meanwhile. `None` if an extent was added since
-    /// `added` were.
-    pub(crate) fn lock_unchanged(&self, added: u64) -> Option<RankedGuard<'_, List>> {
-        Some(self.list.lock()).filter(|list| list.added == added)
+    /// Locks the list, so that no extent is added meanwhile, unless an extent was added since
+    /// `added` were. Waits as [`extents`](CandidateExtents::extents) does.
+    pub(crate) fn lock_unchanged(&self, added: u64, is_over: &dyn Fn() -> bool) -> Locked<'_> {
+        match self.lock(is_over) {
+            Some(list) if list.added == added => Locked::List(list),
+            Some(_) => Locked::Changed,
+            None => Locked::Busy,
+        }
+    }
+
+    /// Whoever has the list calls the engine, which may hang: nobody waits without end.
+    fn lock(&self, is_over: &dyn Fn() -> bool) -> Option<RankedGuard<'_, List>> {
+        const LONGEST_PAUSE: Duration = Duration::from_millis(5);
+        let begin = Instant::now();
+        let mut pause = Duration::from_micros(20);
+        loop {
+            if let Some(list) = self.list.try_lock() {
+                return Some(list);
+            }
+            if begin.elapsed() >= self.max_wait || is_over() {
+                return None;
+            }
+            thread::sleep(pause);
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
     }
 }
 
@@ -233,5 +273,47 @@ impl UploadEnd {
     fn change(&self, change: impl FnOnce(&mut UploadProgress)) {
         change(&mut self.progress.lock());
         self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_that_another_session_keeps_is_not_waited_for_without_end() {
+        let short = CandidateExtents {
+            max_wait: Duration::from_millis(20),
+            ..CandidateExtents::default()
+        };
+        let long = CandidateExtents::default();
+        let begin = Instant::now();
+        thread::scope(|scope| {
+            for candidates in [&short, &long] {
+                let (has_it, keeps_it) = std::sync::mpsc::channel();
+                let (ends, is_ended) = std::sync::mpsc::channel::<()>();
+                scope.spawn(move || {
+                    let _list = candidates.list.lock();
+                    has_it.send(()).expect("the other waits");
+                    // A call of the engine that hangs.
+                    let _ = is_ended.recv();
+                });
+                keeps_it.recv().expect("it has the list");
+                let is_long = candidates.max_wait > short.max_wait;
+                // The session with the long limit is to end.
+                let is_over = || is_long;
+                assert!(candidates.extents(&is_over).is_none());
+                assert!(matches!(
+                    candidates.lock_unchanged(0, &is_over),
+                    Locked::Busy
+                ));
+                drop(ends);
+            }
+        });
+        assert!(begin.elapsed() >= 2 * short.max_wait);
+        let (extents, added) = long.extents(&|| false).expect("nobody has the list");
+        assert!(extents.is_empty() && added == 0);
+        assert!(matches!(long.lock_unchanged(0, &|| false), Locked::List(_)));
+        assert!(matches!(long.lock_unchanged(1, &|| false), Locked::Changed));
     }
 }

@@ -8,8 +8,8 @@ use tracing::{debug, error, warn};
 use vgpu_engine::log_limit::LogLimit;
 use vgpu_ggml_abi as abi;
 
-/// Errors of ggml that the log has in 10 s, and as many warnings: graphs of guests can make a backend
-/// write a line for each node.
+/// Errors of ggml that the log has in 10 s, and as many warnings: graphs of guests can make a
+/// backend write a line for each node.
 const MAX_LINES: u64 = 50;
 
 static ERRORS: LogLimit = LogLimit::new(MAX_LINES);

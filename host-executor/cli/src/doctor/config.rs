@@ -48,6 +48,9 @@ pub(super) fn check(root: &Root, report: &mut Report) -> (Option<Settings>, Opti
                             settings.guests.len()
                         ),
                     );
+                    if value["needs_isolation"] == true {
+                        report.note(PART, format!("{shown}: {}", check_config::NEEDS_ISOLATION));
+                    }
                     choice = Some(Choice {
                         engines: engines.to_owned(),
                         unused_gpu: value["unused_gpu"].as_str().map(str::to_owned),

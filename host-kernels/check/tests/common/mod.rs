@@ -414,8 +414,17 @@ fn compile(engine: &dyn Engine, graph: &ValidGraph, memory: &[Arc<dyn Memory>]) 
     let counts = GraphCounts::of_image(&words).expect("an image");
     // The first graph starts what an engine starts when it is needed.
     drop(engine.compile(graph, memory, &|| false));
-    let (plan, allocated) = counted(|| engine.compile(graph, memory, &|| false));
-    let plan = plan.expect("what is claimed compiles");
+    let measure = || {
+        let (plan, allocated) = counted(|| engine.compile(graph, memory, &|| false));
+        (plan.expect("what is claimed compiles"), allocated)
+    };
+    let (mut plan, mut allocated) = measure();
+    // A table of the engine that all graphs share seldom grows, but may do so at any compilation.
+    for _ in 0..2 {
+        if allocated.kept > plan.plan_bytes() {
+            (plan, allocated) = measure();
+        }
+    }
     let op = graph.graph().nodes[0].op;
     let (bytes, most) = (plan.plan_bytes(), engine.compile_bytes(&counts));
     assert!(
