@@ -104,8 +104,8 @@ impl Allocator {
     /// The capacity, and what can be allocated: what is not allocated, and on a GPU no more than
     /// its driver says is free. Other programs of the host may use the GPU, too. Calls the driver.
     ///
-    /// Nothing is free if the driver says what cannot be: more than all, which ggml's Vulkan backend
-    /// says if others take what this process has (`ggml_backend_vk_get_device_memory`: a
+    /// Nothing is free if the driver says what cannot be: more than all, which ggml's Vulkan
+    /// backend says if others take what this process has (`ggml_backend_vk_get_device_memory`: a
     /// subtraction wraps), or nothing of nothing, which ggml's CUDA backend says of a lost GPU.
     pub(crate) fn free(&self) -> (u64, u64) {
         let used = self.used.load(Ordering::Relaxed);
