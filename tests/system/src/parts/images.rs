@@ -253,17 +253,29 @@ pub(super) fn generate(
         let daemon = Daemon::start(&mut run, &log)?;
         let server = Server::of(daemon, port)?;
         let choices = server.complete(PROMPT, TOKENS)?;
-        let log = server.log();
         server.stop()?;
-        anyhow::Ok((choices, log))
+        anyhow::Ok(choices)
     };
-    let (choices, log) = complete("llama-server", &[])?;
-    ensure!(log.contains("VGPU0"), "it does not use the device:\n{log}");
-    let (reference, log) = complete(
+    let choices = complete("llama-server", &[])?;
+    let end = "session closed: the guest disconnected guest=\"llama-server[";
+    daemon.wait_until(TIMEOUT, |daemon| daemon.log().contains(end))?;
+    let log = daemon.log();
+    let graphs = { log.split_once(end) }
+        .and_then(|(_, rest)| rest.split_once(" graphs=")?.1.split_once(' '))
+        .and_then(|(graphs, _)| graphs.parse::<usize>().ok());
+    ensure!(
+        graphs >= Some(TOKENS),
+        "the executor has run {graphs:?} graphs:\n{log}"
+    );
+    let reference = complete(
         "llama-server-on-cpu",
         &[("GGML_BACKEND_PATH", ""), ("LLAMA_ARG_N_GPU_LAYERS", "0")],
     )?;
-    ensure!(!log.contains("VGPU0"), "it uses the device:\n{log}");
+    let sessions = daemon
+        .log()
+        .matches("session opened guest=llama-server[")
+        .count();
+    ensure!(sessions == 1, "{sessions} sessions:\n{}", daemon.log());
     daemon.stop(TIMEOUT)?;
     let compared = compare::compare(&reference, &choices);
     ensure!(
