@@ -1,9 +1,5 @@
 //! The engine on ggml's own CPU backend, compared with the CPU engine.
 
-#[path = "../../../tests/common/backend_counters.rs"]
-mod backend_counters;
-#[path = "../../../tests/common/changed_backend.rs"]
-mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
 mod graphs;
@@ -11,8 +7,6 @@ mod graphs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use backend_counters::counters;
-use changed_backend::{Changes, changed_backend};
 use common::cached;
 use vgpu_check::{Case, Outcome};
 use vgpu_cpu::CpuEngine;
@@ -306,51 +300,4 @@ fn an_unknown_device_is_refused_with_those_that_exist() {
     .unwrap();
     let text = error.to_string();
     assert!(text.contains("no device `CUDA7`: it has CPU"), "{text}");
-}
-
-/// Two GPUs of one machine are two engines over one library, which several threads use.
-#[test]
-fn two_devices_of_one_library_compute_their_own_graphs() {
-    let folder = tempfile::tempdir().unwrap();
-    let changes = Changes {
-        devices: 2,
-        ..Changes::default()
-    };
-    let path = changed_backend(&cached(""), folder.path(), &changes);
-    let engines = ["CPU", "second"].map(|device| {
-        let options = BackendOptions {
-            device: Some(device),
-            threads: 1,
-            ..BackendOptions::default()
-        };
-        GgmlEngine::start(&path, &options, cpu()).unwrap()
-    });
-    let computed = || counters::<2>(&path, c"computed").unwrap();
-    assert_eq!(computed(), [0, 0]);
-    // Each engine alone, and then both at the same time.
-    let compare = |engine: &GgmlEngine| {
-        let takes = |name: &str| {
-            ["ADD", "SUB", "SCALE"]
-                .iter()
-                .any(|op| name.starts_with(op))
-        };
-        let selection = vgpu_check::Selection {
-            takes: &takes,
-            ..vgpu_check::Selection::default()
-        };
-        let cases = vgpu_check::compare(engine, &*cpu(), &selection, |_| {});
-        assert!(cases.len() >= 3, "{} cases", cases.len());
-        let wrong: Vec<_> = cases.iter().filter(|case| !case.is_right()).collect();
-        assert!(wrong.is_empty(), "{}: {wrong:#?}", engine.name());
-    };
-    compare(&engines[1]);
-    let [first, second] = computed();
-    assert!(first == 0 && second > 0, "{first} and {second} graphs");
-    std::thread::scope(|scope| {
-        for engine in &engines {
-            scope.spawn(move || compare(engine));
-        }
-    });
-    let [first, both] = computed();
-    assert!(first > 0 && both > second, "{first} and {both} graphs");
 }

@@ -20,6 +20,6 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     static FIRST: OnceLock<Process> = OnceLock::new();
     targets::session::run_with_peak(data);
     if SESSIONS.fetch_add(1, Ordering::Relaxed) % INTERVAL == INTERVAL - 1 {
-        FIRST.get_or_init(Process::now).check_growth(0);
+        FIRST.get_or_init(Process::now).check_growth(0, 0);
     }
 });

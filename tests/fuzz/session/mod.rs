@@ -169,7 +169,7 @@ pub(crate) fn run_alone(
         "the session did not free its memory"
     );
     if let Some((first, peak)) = first.zip(peak) {
-        first.check_growth(0);
+        first.check_growth(0, 0);
         peak.check(setup.memory);
     }
     longest
@@ -781,7 +781,7 @@ impl HostEnd for Script<'_> {
         self.settle();
         let Some((next, payload)) = self.next() else {
             if let Some(first) = self.first {
-                first.check_growth(self.model.buffers.len());
+                first.check_growth(self.model.buffers.len(), self.setup.memory);
             }
             return Err(LinkError::Closed);
         };

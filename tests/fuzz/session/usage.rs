@@ -96,15 +96,16 @@ impl Process {
     }
 
     /// Checks that a process that had `self` after its first sessions has no more now, while a
-    /// session has so many buffers open.
+    /// session of at most `memory` bytes has so many buffers open: their bytes, and the model's
+    /// copy of them.
     ///
     /// # Panics
     /// If it has.
-    pub(crate) fn check_growth(self, buffers: usize) {
+    pub(crate) fn check_growth(self, buffers: usize, memory: u64) {
         let now = Process::now();
         let most = Process {
             mappings: self.mappings + MAPPINGS + MAPPINGS_OF_A_BUFFER * buffers,
-            resident: self.resident + RESIDENT,
+            resident: self.resident + RESIDENT + 2 * (memory >> 10),
             ..self
         };
         let is_within = now.mappings <= most.mappings
