@@ -16,9 +16,8 @@ use std::time::{Duration, Instant};
 
 use ggml::Ggml;
 use scripted_host::POLL_PERIOD;
-use vgpu_cpu::CpuEngine;
-use vgpu_engine::Engine as _;
 use vgpu_executor::StopFlag;
+use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::HostEnd;
 use vgpu_transport::link::unix::{ListenOptions, Listener};
 use vgpu_transport::wire::{
@@ -30,24 +29,24 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// Opens a session for a guest, and never answers its first allocation.
 fn answer_hello_only(host: &mut dyn HostEnd, stop: &StopFlag) {
-    let engine = CpuEngine::new(1, Some(64 << 20)).expect("a CPU engine");
-    let version = ProtocolVersion::V4;
+    const MEMORY: u64 = 64 << 20;
+    let version = ProtocolVersion::CURRENT;
     scripted_host::serve(host, version, stop, |request, asked| match asked {
         Request::Hello { .. } => Some(Reply::Welcome {
             protocol: version,
-            served: HostVersions(VersionRange::only(version)),
             session: 7,
-            engine: engine.name().to_owned(),
-            description: engine.description().to_owned(),
-            memory_total: 64 << 20,
-            memory_free: 64 << 20,
-            capabilities: engine.capabilities().clone(),
+            engine: "cpu".to_owned(),
+            description: String::new(),
+            capabilities: Capabilities::default(),
+            served: HostVersions(VersionRange::SERVED),
             devices: DeviceCount(1),
+            memory_total: MEMORY,
+            memory_free: MEMORY,
         }),
         Request::Memory {} => Some(Reply::Memory {
             request,
-            total: 64 << 20,
-            free: 64 << 20,
+            total: MEMORY,
+            free: MEMORY,
         }),
         Request::Alloc { .. } => None,
         other => panic!("{other:?}"),
