@@ -789,19 +789,7 @@ impl<'a> Soak<'a> {
         if is_at_once {
             self.plug()?;
         }
-        let began = Instant::now();
-        loop {
-            let mut left = self.reported_sessions()?;
-            left.retain(|session| open.contains(&session.id));
-            if left.is_empty() {
-                break;
-            }
-            ensure!(
-                began.elapsed() < AT_ONCE,
-                "{left:?} are there {AT_ONCE:?} after the end of their machine"
-            );
-            thread::sleep(ASK_PERIOD);
-        }
+        self.expect_ends("their machine", |session| open.contains(&session.id))?;
         if !is_at_once {
             self.plug()?;
         }
@@ -872,6 +860,24 @@ impl<'a> Soak<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Waits until the executor has none of these sessions any more: at once, since `what` has
+    /// ended.
+    fn expect_ends(&self, what: &str, of: impl Fn(&SessionOfProgram) -> bool) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            let mut left = self.reported_sessions()?;
+            left.retain(&of);
+            if left.is_empty() {
+                return Ok(());
+            }
+            ensure!(
+                began.elapsed() < AT_ONCE,
+                "{left:?} are there {AT_ONCE:?} after the end of {what}"
+            );
+            thread::sleep(ASK_PERIOD);
+        }
     }
 
     /// Ends a session, which may end by itself at the same time.
@@ -993,18 +999,7 @@ impl<'a> Soak<'a> {
         for program in std::mem::take(&mut self.programs) {
             program.guest.finish()?;
         }
-        let began = Instant::now();
-        loop {
-            let open = self.reported_sessions()?;
-            if open.is_empty() {
-                break;
-            }
-            ensure!(
-                began.elapsed() < AT_ONCE,
-                "sessions of programs that have ended {AT_ONCE:?} ago: {open:?}"
-            );
-            thread::sleep(ASK_PERIOD);
-        }
+        self.expect_ends("their programs", |_| true)?;
         drop(self.machine);
         self.executor.stop()
     }
