@@ -50,8 +50,9 @@ pub(crate) enum Rank {
     /// extent wait for it: for a limited time, and not once they are to end.
     Upload,
     /// The bytes of a buffer that shares bytes with others, in an engine, which charges copies of
-    /// them to the guest. The executor takes no lock of this rank, and asks the engine how much
-    /// memory is free for a copy ([`expect_charging`]).
+    /// them to the guest and asks whether they are still wanted. The executor takes no lock of this
+    /// rank. It asks the engine how much memory is free for a copy, and may pause the guest
+    /// ([`expect_charging`]).
     EngineCopies,
     /// The memory accounts (`ledger`).
     Ledger,
@@ -93,8 +94,8 @@ pub(crate) fn expect_unlocked(what: &str) {
     lock::expect_unlocked(lock::EXECUTOR, what);
 }
 
-/// As [`expect_unlocked`], where the engine charges a guest for a copy, under a lock of its own
-/// ([`Rank::EngineCopies`]).
+/// As [`expect_unlocked`], where the engine calls, under a lock of its own at most
+/// ([`Rank::EngineCopies`]): it charges a guest for a copy, or asks whether work is still wanted.
 pub(crate) fn expect_charging(what: &str) {
     lock::expect_unlocked(lock::CHARGING + 1, what);
 }

@@ -19,8 +19,9 @@ pub const LEVELS: usize = 48;
 /// The first level of the executor. Those of the plugin are below.
 pub const EXECUTOR: usize = 16;
 
-/// The level of the locks under which an engine charges a guest for copies of shared bytes, among
-/// the levels of the executor: below the locks of its memory accounts.
+/// The level of the locks under which an engine copies shared bytes, charges a guest for the copies
+/// and asks whether they are still wanted. It is among the levels of the executor: below the locks
+/// of its memory accounts and of its scheduler.
 pub const CHARGING: usize = EXECUTOR + 7;
 
 /// The first level of the engines' other locks: the executor may call an engine under a lock.

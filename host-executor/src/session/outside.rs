@@ -16,6 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::end_check::EndCheck;
 use crate::activity::{Activity, ThreadState, Worked};
+use crate::lock::expect_charging;
 use crate::sched::Scheduler;
 use crate::tenant::Tenant;
 
@@ -100,13 +101,15 @@ impl OutsideWork {
     }
 
     /// Whether long work outside of turns is to end, for a session in the state `state`. Called
-    /// between two parts of the work, without a lock of the executor. Pauses where that is due.
+    /// between two parts of the work. Pauses where that is due, so the thread holds no lock but that
+    /// of an engine that copies shared bytes.
     pub(super) fn is_over(
         &self,
         activity: &Activity,
         state: ThreadState,
         end_check: &EndCheck<'_>,
     ) -> bool {
+        expect_charging("OutsideWork::is_over");
         activity.continue_request(state);
         if self.is_due(activity) {
             self.pay(activity, &|| end_check.is_near());

@@ -6,10 +6,11 @@ use vgpu_transport::lock::{self, LockRank};
 /// The place of a lock in the order, lowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rank {
+    /// The pieces of a buffer of weights (`weights`). Copies are made under this lock, and the
+    /// executor is asked whether they are still wanted.
+    Weights,
     /// The context of the device (`engine`), which is opened again under this lock.
     Context,
-    /// The pieces of a buffer of weights (`weights`).
-    Weights,
     /// The repacked tensors of a memory (`repack::state`).
     Repacked,
     /// What the runs of a batch share (`plan::batch`).
@@ -30,7 +31,10 @@ pub(crate) enum Rank {
 
 impl LockRank for Rank {
     fn level(self) -> usize {
-        lock::ENGINES + self as usize
+        match self {
+            Rank::Weights => lock::CHARGING,
+            _ => lock::ENGINES + self as usize,
+        }
     }
 }
 

@@ -172,7 +172,9 @@ pub trait Engine: Send + Sync + 'static {
     /// graph's buffer `i`, at least as large as the size that the graph was validated against. The
     /// plan keeps the buffers alive. `is_cancelled` is called every few thousand nodes, and every
     /// few MiB of weights that are copied because the graph writes them or needs them contiguous;
-    /// compilation ends when the result is no longer wanted.
+    /// compilation ends when the result is no longer wanted. `is_cancelled` may pause and takes
+    /// locks of the executor: the engine holds no lock above
+    /// [`CHARGING`](vgpu_transport::lock::CHARGING) while it calls it.
     ///
     /// # Errors
     /// [`EngineError::Cancelled`] if `is_cancelled` has returned `true`;

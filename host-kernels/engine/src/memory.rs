@@ -130,7 +130,8 @@ pub trait Memory: Send + Sync + Any {
 
     /// Gives this memory bytes of its own in a range that is written next, where the range is
     /// shared with [extents](Extent). A write does the same, at once and without an end before the
-    /// last byte. Here `is_cancelled` is asked every few MiB. Plans may have to be compiled again.
+    /// last byte. Here `is_cancelled` is asked every few MiB, as by
+    /// [`compile`](crate::Engine::compile). Plans may have to be compiled again.
     ///
     /// # Errors
     /// As [`write`](Memory::write), and [`EngineError::Cancelled`] once `is_cancelled` has returned
@@ -148,7 +149,7 @@ pub trait Memory: Send + Sync + Any {
     /// Replaces the contents at `offset` by those of `extent`, sharing pages with the extent where
     /// possible. Returns the number of bytes that are shared. If this memory is frozen, it must
     /// already hold the same bytes. Plans may have to be compiled again. Where bytes have to be
-    /// copied, `is_cancelled` is asked every few MiB.
+    /// copied, `is_cancelled` is asked every few MiB, as by [`compile`](crate::Engine::compile).
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`] if the range does not lie inside;
