@@ -210,6 +210,9 @@ struct Soak<'a> {
     life: Duration,
     reloads: u64,
     counts: BTreeMap<Event, usize>,
+    /// How many programs have been started, and how many models they have loaded, used and freed.
+    started: usize,
+    loads: usize,
     /// How long programs waited after each event.
     waits: Waits,
 }
@@ -249,7 +252,7 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     if soak.namespace.is_none() {
         skipped += "; no program used a virtual machine: this user may make no mount namespace";
     }
-    let since = soak.since;
+    let (since, loads, started) = (soak.since, soak.loads, soak.started);
     // An executor that has just been started has no rate.
     let rate = match i64::try_from(since) {
         Ok(since @ 1..) => format!(", {} for 1,000 events", 1000 * grown / since),
@@ -265,7 +268,7 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         fault: "random events",
         times: done,
         found: format!(
-            "{}; 0 hangs, 0 wrong tokens; after the event a program went on or failed within (median, \
+            "{}; {loads} models loaded by {started} programs; 0 hangs, 0 wrong tokens; after the event a program went on or failed within (median, \
              99 %, maximum) {waits}; executor since its last start, {since} events before \
              the end: {before}, after: {after}, heap {grown:+} bytes{rate}{quarters}; heaps grew by \
              {of_executor} and {of_programs} bytes at most{skipped}",
@@ -333,6 +336,8 @@ impl<'a> Soak<'a> {
             life: Duration::ZERO,
             reloads: 0,
             counts: BTreeMap::new(),
+            started: 0,
+            loads: 0,
             waits: Waits::default(),
         };
         // Before the executor ends for the first time: `vgpu fd-store` starts the next one because
@@ -385,6 +390,8 @@ impl<'a> Soak<'a> {
         let began = Instant::now();
         self.setup.expect_run(&mut guest, name)?;
         self.life = self.life.max(began.elapsed());
+        self.started += 1;
+        self.loads += 1;
         Ok(Program {
             name,
             link,
@@ -416,6 +423,7 @@ impl<'a> Soak<'a> {
             }
             for Program { name, guest, .. } in &mut self.programs {
                 self.setup.expect_tokens(guest, name)?;
+                self.loads += 1;
             }
         }
         // Tables that grow once.
@@ -482,6 +490,7 @@ impl<'a> Soak<'a> {
                         "{name} has the tokens {tokens:?} instead of {:?}",
                         self.setup.reference
                     );
+                    self.loads += 1;
                     continue;
                 }
                 Outcome::Failed(why) => why,
@@ -513,6 +522,7 @@ impl<'a> Soak<'a> {
                     let Program { name, guest, .. } = &mut self.programs[program];
                     let what = format!("the next load of {name}");
                     self.setup.expect_run(guest, &what)?;
+                    self.loads += 1;
                 }
             }
         }
@@ -600,6 +610,7 @@ impl<'a> Soak<'a> {
                     outcome == Outcome::Tokens(self.setup.reference.clone()),
                     "{outcome:?}"
                 );
+                self.loads += 1;
                 let next = self.start_again(subject)?;
                 let last = std::mem::replace(&mut self.programs[subject], next);
                 last.guest.finish()?;
@@ -637,6 +648,7 @@ impl<'a> Soak<'a> {
                 let mut other = self.start("events-other", link)?;
                 for _ in 0..3 {
                     self.setup.expect_run(&mut other.guest, other.name)?;
+                    self.loads += 1;
                 }
                 other.guest.finish()?;
                 Ok(Fails::None)
