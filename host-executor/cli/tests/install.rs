@@ -287,9 +287,61 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
     let waits = "ExecStartPre=/usr/bin/vgpu wait\nRestart=always\nRestartSec=3\n\
                  SupplementaryGroups=vgpu\n";
     assert!(drop_in.ends_with(waits), "{drop_in}");
+    assert_eq!(drop_in.contains(INSTALLS_AGAIN), is_root(), "{drop_in}");
     let unit = "[Unit]\nAfter=vgpu.service\nStartLimitIntervalSec=0\n\n[Service]\n";
     assert!(drop_in.contains(unit), "{drop_in}");
     assert!(!drop_in.contains("VGPU_ENDPOINT"), "{drop_in}");
+}
+
+/// The line that installs the plugin again, in a [`Machine`] with the package.
+const INSTALLS_AGAIN: &str = "\nExecStartPre=+/usr/bin/vgpu install --plugin-only \
+                              --ollama /usr/local/lib/ollama --plugin /libggml-vgpu.so\n";
+
+/// Whether the files of a [`Machine`] are root's.
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// An update of Ollama removes its folder of libraries, with the plugin.
+#[test]
+fn plugin_is_installed_again_before_a_start_after_an_update_of_ollama() {
+    let machine = Machine::new("again");
+    machine.install(&["--endpoint", "unix:/run/vgpu/vgpu.sock"]);
+    let installed = machine.files();
+    let lib = machine.lib("");
+    let again = || {
+        let mut vgpu = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+        vgpu.args(["install", "--plugin-only", "--ollama"])
+            .arg(&lib);
+        vgpu.arg("--plugin").arg(&machine.plugin);
+        // As the drop-in sets it.
+        vgpu.env("VGPU_ENDPOINT", "unix:/run/vgpu/vgpu.sock");
+        vgpu.output().expect("the command starts")
+    };
+    let said = succeeded(again());
+    assert!(said.contains("keep     "), "{said}");
+    assert_eq!(machine.files(), installed);
+    fs::remove_dir_all(machine.lib("vgpu")).expect("a folder");
+    let said = succeeded(again());
+    assert!(said.contains("write    "), "{said}");
+    assert!(!said.contains("next:"), "{said}");
+    assert_eq!(machine.files(), installed);
+
+    // The new release has a ggml that the plugin does not know: the start fails, and says why.
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/abi/fake_ggml.c");
+    let base = machine.lib("libggml-base.so.0.21.0");
+    compile(
+        &source,
+        &base,
+        "libggml-base.so.0",
+        &["-DVERSION=\"0.27.0\""],
+    );
+    fs::remove_dir_all(machine.lib("vgpu")).expect("a folder");
+    let output = again();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{text}");
+    assert!(text.contains("is ggml 0.27.0; ggml-vgpu 1"), "{text}");
+    assert!(!machine.lib("vgpu").exists());
 }
 
 /// Runs `vgpu cert`.
@@ -374,6 +426,8 @@ fn service_waits_with_the_program_of_the_archive() {
     let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
     let waits = "\nExecStartPre=/opt/ggml-vgpu/bin/vgpu wait\nRestart=always\nRestartSec=3\n";
     assert!(drop_in.contains(waits), "{drop_in}");
+    let installs = "\nExecStartPre=+/opt/ggml-vgpu/bin/vgpu install --plugin-only ";
+    assert_eq!(drop_in.contains(installs), is_root(), "{drop_in}");
     verify_with_systemd(&drop_in, &program);
 
     // A start that would fail for ever is left out, and the command says so.

@@ -4,13 +4,13 @@
 //! environment names its folder. An installation therefore consists of two files: the plugin, and a
 //! drop-in with the environment for Ollama's systemd service. No file of Ollama is changed.
 
+mod before_start;
 mod files;
 mod ollama;
 mod stamp;
 mod state;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -21,6 +21,7 @@ use vgpu_transport::link::connect::CERTIFICATES;
 use vgpu_transport::link::stream::tls::{CertificateFiles, Certificates, TlsError};
 use vgpu_transport::link::stream::x509::utc;
 
+use before_start::BeforeStart;
 use files::{Change, Lock};
 use ollama::Ollama;
 use stamp::{PLUGIN, Stamp};
@@ -33,10 +34,6 @@ const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it."
 /// The group whose members may use the executor's socket, and the vGPU's window in a virtual
 /// machine.
 const GROUP: &str = "vgpu";
-/// Where the packages place this program.
-const PROGRAM: &str = "/usr/bin/vgpu";
-/// What is special in a command of a unit.
-const SPECIAL: [char; 5] = ['"', '\'', '\\', '%', '$'];
 /// The releases of Ollama that `cargo xtask test --only ollama --full` runs.
 const TESTED: [&str; 2] = ["0.33.0", "0.34.4"];
 
@@ -64,6 +61,11 @@ pub(crate) struct InstallArgs {
     /// files
     #[arg(long, value_name = "FOLDER")]
     certs: Option<PathBuf>,
+
+    /// Install the plugin, and leave the drop-in as it is. The drop-in runs this command before
+    /// each start of Ollama, whose updates remove the plugin
+    #[arg(long, conflicts_with_all = ["endpoint", "certs"])]
+    plugin_only: bool,
 }
 
 /// Removes the vGPU plugin from Ollama, and the drop-in.
@@ -125,12 +127,15 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     );
 
     let environment = environment(endpoint.as_deref(), certs.as_deref());
-    let service = ollama.drop_ins(&root);
-    let program = match service {
-        Some(_) => service_program(&root)?,
-        None => None,
+    let service = match args.plugin_only {
+        true => None,
+        false => ollama.drop_ins(&root),
     };
-    let drop_in = drop_in(&root, &environment, program.as_deref());
+    let before_start = match service {
+        Some(_) => BeforeStart::find(&root, &file, &ollama.lib)?,
+        None => BeforeStart::default(),
+    };
+    let drop_in = drop_in(&root, &environment, &before_start);
     let mut changes = vec![Change {
         target: ollama.backend_folder().join(PLUGIN),
         contents: plugin.data(),
@@ -172,10 +177,12 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
         let _lock = Lock::take(&ollama.lib)?;
         files::write(&changes).context("nothing is installed")?;
     }
-    println!(
-        "{}",
-        next_step(service.is_some(), &environment, changes.is_empty())
-    );
+    if !args.plugin_only {
+        println!(
+            "{}",
+            next_step(service.is_some(), &environment, changes.is_empty())
+        );
+    }
     Ok(())
 }
 
@@ -332,22 +339,26 @@ fn environment(endpoint: Option<&str>, certs: Option<&str>) -> Vec<String> {
     environment
 }
 
-/// The drop-in for Ollama's service. `program`: this command, as the service starts it.
-fn drop_in(root: &Path, environment: &[String], program: Option<&str>) -> String {
+/// The drop-in for Ollama's service.
+fn drop_in(root: &Path, environment: &[String], before_start: &BeforeStart) -> String {
     // Ollama searches for devices once, at its start: the executor of the same machine has to be
     // started before. In a virtual machine the executor is another machine's service. An Ollama
-    // that started without an executor would stay on the CPU, so the start fails and is repeated
-    // until there is one.
+    // that started without an executor or without the plugin would stay on the CPU, so the start
+    // fails and is repeated until there are both.
     let mut text = format!("{HEADER}\n[Unit]\nAfter=vgpu.service\n");
-    if program.is_some() {
+    let commands = before_start.commands();
+    if !commands.is_empty() {
         text += "StartLimitIntervalSec=0\n";
     }
     text += "\n[Service]\n";
     for variable in environment {
         text += &format!("Environment=\"{variable}\"\n");
     }
-    if let Some(program) = program {
-        text += &format!("ExecStartPre={program} wait\nRestart=always\nRestartSec=3\n");
+    for command in &commands {
+        text += &format!("ExecStartPre={command}\n");
+    }
+    if !commands.is_empty() {
+        text += "Restart=always\nRestartSec=3\n";
     }
     let groups = fs::read_to_string(root.join("etc/group")).unwrap_or_default();
     if groups
@@ -357,37 +368,6 @@ fn drop_in(root: &Path, environment: &[String], program: Option<&str>) -> String
         text += &format!("SupplementaryGroups={GROUP}\n");
     }
     text
-}
-
-/// The path of this command for a unit in the file system `root`: that of the package, or that of
-/// this program, if the service's user may start it.
-fn service_program(root: &Path) -> Result<Option<String>> {
-    if root.join(&PROGRAM[1..]).exists() {
-        return Ok(Some(PROGRAM.into()));
-    }
-    let own = std::env::current_exe()
-        .and_then(|program| program.canonicalize())
-        .context("finding this program")?;
-    let root = { root.canonicalize() }.with_context(|| format!("finding {}", root.display()))?;
-    let Ok(inside) = own.strip_prefix(&root) else {
-        return Ok(None);
-    };
-    let path = format!("/{}", inside.display());
-    let is_closed =
-        |part: &&Path| fs::metadata(part).is_ok_and(|file| file.permissions().mode() & 0o001 == 0);
-    let mut parts = own.ancestors().take_while(|part| part.starts_with(&root));
-    let reason = match parts.find(is_closed) {
-        Some(closed) => format!("its user may not enter or execute {}", closed.display()),
-        None if path.contains(char::is_whitespace) || path.contains(SPECIAL) => {
-            format!("{path:?} has characters that are special in a systemd unit")
-        }
-        None => return Ok(Some(path)),
-    };
-    println!(
-        "note     Ollama's service does not wait for the executor: {reason}. Place this program \
-         where all users may execute it, such as below /opt, and run the command again"
-    );
-    Ok(None)
 }
 
 /// Fails if the drop-in exists and another program has written it.

@@ -94,6 +94,15 @@ impl Instance {
         process::output(&mut install)
     }
 
+    /// Installs the plugin as the drop-in of `vgpu install` does before each start of the server.
+    pub(crate) fn install_again(&self, dist: &Dist) -> Result<String> {
+        let mut install = Command::new(&self.vgpu);
+        install.args(["install", "--plugin-only", "--ollama"]);
+        install.arg(self.root.join(PREFIX).join("lib/ollama"));
+        install.arg("--plugin").arg(&dist.plugin);
+        process::output(&mut install)
+    }
+
     /// Replaces the installation by another release, as Ollama's installer does: its folder of
     /// libraries is removed first. The server must have been stopped.
     pub(crate) fn upgrade(&self, ollama: &Path, llama: &Path) -> Result<()> {

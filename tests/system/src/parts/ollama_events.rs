@@ -162,8 +162,8 @@ pub(super) fn two_servers(stage: &mut Stage<'_>) -> Result<String> {
 }
 
 /// Ollama is upgraded in place. Its installer removes the folder that has the plugin; the drop-in
-/// stays. Ollama then runs on the CPU, and its log says that it has no such library, until `vgpu
-/// install` has run again. `old`: program and libraries of the release before.
+/// stays. A server that starts without the command of the drop-in runs on the CPU, and its log
+/// says that it has no such library. With the command it uses the device. `old`: program and libraries of the release before.
 pub(super) fn upgraded_in_place(
     needed: &Needed,
     old: (&Path, &Path),
@@ -210,8 +210,8 @@ pub(super) fn upgraded_in_place(
     ensure!(!answer(&ollama)?.1, "a device that is not there was used");
     ollama.stop()?;
 
-    let said = ollama.install_plugin(&needed.dist, &endpoint)?;
-    ensure!(said.contains("libggml-vgpu.so"), "{said}");
+    let said = ollama.install_again(&needed.dist)?;
+    ensure!(said.contains("write  "), "{said}");
     ollama.start(&settings, &log("ollama-upgrade-after"))?;
     let said = ollama.log();
     ensure!(said.contains("name=VGPU0"), "no device is listed:\n{said}");
@@ -221,5 +221,5 @@ pub(super) fn upgraded_in_place(
     );
     ollama.stop()?;
     executor.stop()?;
-    Ok("on the CPU until vgpu install has run again".into())
+    Ok("the command of the drop-in installs the plugin again".into())
 }
