@@ -135,12 +135,50 @@ fn executor_answers_while_the_engine_hangs() {
     }
 }
 
+/// Sends a request for which the executor makes this call of the engine. The bytes of `number`
+/// stay the same.
+fn request(guest: &mut Guest, call: Call, number: BufferId, other: BufferId) {
+    let (offset, len) = (0, 4);
+    let request = match call {
+        Call::Alloc => Request::Alloc {
+            buffer: BufferId(100),
+            size: 1,
+        },
+        Call::Compile => return guest.graph(GraphId(2), &add(1, number, number, number)),
+        Call::Write => return guest.write(number, 0, &bytes(&[3.0])),
+        Call::Read => Request::Read {
+            buffer: number,
+            offset,
+            len,
+        },
+        Call::Fill => Request::Fill {
+            buffer: other,
+            offset,
+            len,
+            value: 1,
+        },
+        Call::Copy => Request::Copy {
+            dst: other,
+            dst_offset: offset,
+            src: number,
+            src_offset: offset,
+            len,
+        },
+        _ => Request::Free { buffer: other },
+    };
+    guest.send(&request);
+}
+
 #[test]
 fn executor_answers_while_a_call_outside_of_turns_hangs() {
     for (call, state) in [
         (Call::Alloc, "executes, request 7 (ALLOC)"),
         (Call::Compile, "compiles a graph, request 7 (GRAPH)"),
         (Call::Free, "executes, request 7 (FREE)"),
+        (Call::Write, "executes, request 7 (WRITE)"),
+        (Call::Read, "executes, request 7 (READ)"),
+        (Call::Fill, "executes, request 7 (FILL)"),
+        (Call::Copy, "executes, request 7 (COPY)"),
         (Call::Free, "frees the memory of the session"),
     ] {
         let engine = HangingEngine::new();
@@ -155,14 +193,7 @@ fn executor_answers_while_a_call_outside_of_turns_hangs() {
                 None
             }
             _ => {
-                match call {
-                    Call::Alloc => drop(guest.send(&Request::Alloc {
-                        buffer: BufferId(100),
-                        size: 1,
-                    })),
-                    Call::Compile => guest.graph(GraphId(2), &add(1, number, number, number)),
-                    _ => drop(guest.send(&Request::Free { buffer: of_guest })),
-                }
+                request(&mut guest, call, number, of_guest);
                 Some(guest)
             }
         };
@@ -180,7 +211,7 @@ fn executor_answers_while_a_call_outside_of_turns_hangs() {
                 assert_eq!(ends(&host, "closed"), 2);
             }
             Some(mut guest) => {
-                if call == Call::Alloc {
+                if matches!(call, Call::Alloc | Call::Read) {
                     guest.receive();
                 }
                 assert_eq!(guest.read_f32(number, 1), [3.0], "{state}");

@@ -19,6 +19,10 @@ pub(crate) enum Call {
     Alloc,
     /// Freeing memory of the engine.
     Free,
+    Write,
+    Read,
+    Fill,
+    Copy,
     Pin,
     Compile,
     Launch,
@@ -172,7 +176,7 @@ fn finish(plan: &mut dyn Plan, turn: &Turn) -> Result<RunStatus, RunError> {
     }
 }
 
-/// Memory that hangs when it is freed.
+/// Memory whose bytes cannot be reached, or that cannot be freed, while these calls hang.
 struct HangingMemory {
     memory: Arc<dyn Memory>,
     gate: Arc<Gate>,
@@ -190,14 +194,17 @@ impl Memory for HangingMemory {
     }
 
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        self.gate.pass(Call::Write);
         self.memory.write(offset, data)
     }
 
     fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        self.gate.pass(Call::Read);
         self.memory.read(offset, out)
     }
 
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        self.gate.pass(Call::Fill);
         self.memory.fill(offset, len, value)
     }
 
@@ -208,6 +215,7 @@ impl Memory for HangingMemory {
         src_offset: u64,
         len: u64,
     ) -> Result<(), EngineError> {
+        self.gate.pass(Call::Copy);
         let src = src.as_any().downcast_ref::<HangingMemory>();
         let src = src.ok_or(EngineError::ForeignMemory)?;
         { &self.memory }.copy_from(offset, src.memory.as_ref(), src_offset, len)

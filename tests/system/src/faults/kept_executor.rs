@@ -34,8 +34,21 @@ impl KeptExecutor {
         environment: impl FnOnce(&mut Command),
         arguments: &[&str],
     ) -> Result<KeptExecutor> {
-        let mut command = Command::new(&setup.dist.vgpu);
-        command.args(["fd-store", "--"]).arg(&setup.dist.vgpu);
+        let vgpu = &setup.dist.vgpu;
+        KeptExecutor::start_programs(setup, name, [vgpu, vgpu], environment, arguments)
+    }
+
+    /// As [`start`](KeptExecutor::start), with the file of `vgpu fd-store` and that of the
+    /// executors.
+    pub(super) fn start_programs(
+        setup: &Setup<'_>,
+        name: &str,
+        [store, executor]: [&Path; 2],
+        environment: impl FnOnce(&mut Command),
+        arguments: &[&str],
+    ) -> Result<KeptExecutor> {
+        let mut command = Command::new(store);
+        command.args(["fd-store", "--"]).arg(executor);
         environment(&mut command);
         let store = setup.serve_command(&mut command, name, arguments)?;
         let log = setup.log(&format!("{name}-vgpu-serve"));

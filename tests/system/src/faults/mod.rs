@@ -20,6 +20,7 @@ mod proxy;
 mod random_events;
 mod setup;
 mod suspend;
+mod upgrade;
 mod waits;
 
 pub(crate) use all::FAULTS;
@@ -28,3 +29,4 @@ pub(crate) use guest::Program;
 pub(crate) use long_run::{Options, SoakOptions, run, soak};
 pub(crate) use machine::{MachineOptions, be_machine};
 pub(crate) use setup::{Counts, Setup};
+pub(crate) use upgrade::from_the_previous_release;

@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use crate::faults::{self, Chosen, Counts, FAULTS};
 use xtask_common::progress::heading;
 
+use crate::previous::previous;
 use crate::test_run::TestRun;
 
 /// The counts of each fault: enough for frequent errors. `cargo xtask faults` finds rare ones.
@@ -55,4 +56,12 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .with_context(|| format!("with --seed {}", counts.seed))
         });
     }
+    if !tests.options.full {
+        return;
+    }
+    let made = tests.prepare("the previous release", |tests| previous(tests.cache));
+    let Some(made) = made else { return };
+    tests.check("upgrade below vgpu fd-store", |_, step| {
+        faults::from_the_previous_release(&prepared, &made.dist, step)
+    });
 }

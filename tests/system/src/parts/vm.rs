@@ -134,6 +134,7 @@ fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
     });
     let Some(mut booted) = booted else { return };
     tests.check("a paused machine", |_, _| booted.paused());
+    tests.check("a program that ends", |_, _| booted.program_ends());
     tests.check("a machine paused for long", |_, _| booted.paused_for_long());
     tests.check("migration and snapshot", |_, _| booted.migrated());
     tests.check("a processor offline", |_, _| booted.processor_offline());

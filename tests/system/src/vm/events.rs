@@ -254,6 +254,31 @@ impl Events<'_> {
         Ok(())
     }
 
+    /// A further program ends by itself. Its session ends at once, and the others go on.
+    pub(crate) fn program_ends(&mut self) -> Result<String> {
+        let before = self.begin()?;
+        let other = start(&mut self.guest, "other")?;
+        let with_other = self.sessions()?;
+        ensure!(
+            with_other.len() == before.len() + 1,
+            "the sessions were {before:?} and are {with_other:?}"
+        );
+        other.return_from_main(&mut self.guest)?;
+        let began = Instant::now();
+        while self.sessions()?.len() > before.len() {
+            ensure!(
+                began.elapsed() < SOON,
+                "the session is there after {SOON:?}: {:?}",
+                self.sessions()?
+            );
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let took = began.elapsed();
+        self.expect()?;
+        self.ensure_same_sessions(&before)?;
+        Ok(format!("its session ended after {} ms", took.as_millis()))
+    }
+
     /// The machine is paused until the host gives its programs up. The generation fails, and the
     /// next load of the same program works.
     pub(crate) fn paused_for_long(&mut self) -> Result<String> {

@@ -204,6 +204,19 @@ impl Program {
         }
     }
 
+    /// Sends what is no command, and waits until the program has returned from `main`.
+    pub(super) fn return_from_main(self, guest: &mut Guest) -> Result<()> {
+        let name = self.name;
+        let ended = until(&format!("[ -e /tmp/{name}.status ]"));
+        let status = guest
+            .run(&format!(
+                "echo end > /tmp/{name}.in; {ended}; cat /tmp/{name}.status"
+            ))?
+            .good("waiting for the end of a program")?;
+        ensure!(status.trim() == "2", "the status {status:?}");
+        Ok(())
+    }
+
     /// The last lines that the program has written about errors.
     pub(super) fn errors(&self, guest: &mut Guest) -> Result<String> {
         let errors = format!("grep -i 'vgpu\\|error' /tmp/{}.err | tail -n 8", self.name);
