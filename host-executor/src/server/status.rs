@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
+use vgpu_engine::Placed;
+
 use super::device::{DeviceState, Found};
 use super::shared::{Entry, ServerState};
 use crate::activity::{EngineFigures, ProcessFigures, SessionActivity, dump};
@@ -19,6 +21,18 @@ use crate::status::{
 use crate::tenant_registry::{GuestTenants, on_first_device};
 use crate::version::version;
 use crate::weights::{HashingNow, WeightStore};
+
+/// The operators of which an engine leaves nodes to the CPU engine, with the numbers of these nodes
+/// and of all. `None`: there are none.
+fn left_to_the_cpu(placement: &BTreeMap<&str, Placed>) -> Option<String> {
+    let left: Vec<String> = { placement.iter() }
+        .filter(|(_, placed)| placed.fallback > 0)
+        .map(|(op, &Placed { device, fallback })| {
+            format!("{op} {fallback} of {}", device + fallback)
+        })
+        .collect();
+    (!left.is_empty()).then(|| left.join(", "))
+}
 
 impl StatusSource for ServerState {
     fn status(&self) -> Status {
@@ -120,6 +134,13 @@ impl StatusSource for ServerState {
                 more.push(format!("weights{which}: {backlog}; {}", hashing(weights)));
             }
         }
+        more.extend(self.devices.iter().filter_map(|device| {
+            let left = left_to_the_cpu(&device.engine.placement())?;
+            let name = device.engine.name();
+            Some(format!(
+                "{name} leaves these nodes of compiled graphs to the engine cpu: {left}"
+            ))
+        }));
         more.extend(self.machines.dump());
         more.extend(service::dump());
         let engines = self.devices.iter().map(|device| EngineFigures {

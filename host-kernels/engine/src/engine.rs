@@ -4,6 +4,7 @@
 //! nothing of guests, sessions or wires.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,6 +33,15 @@ pub struct FallbackUse {
     pub device_time: Duration,
     /// How long the other engine had work, copies from and to the device included.
     pub other_time: Duration,
+}
+
+/// The nodes of one operator in all graphs that an engine has compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Placed {
+    /// Nodes that the device computes.
+    pub device: u64,
+    /// Nodes that the other engine computes.
+    pub fallback: u64,
 }
 
 /// A compute device.
@@ -88,6 +98,12 @@ pub trait Engine: Send + Sync + 'static {
     /// leaves nothing to others. Calls no driver and waits for nothing.
     fn fallback_use(&self) -> Option<FallbackUse> {
         None
+    }
+
+    /// Where the nodes of each operator are computed, by the operator's name in ggml. Empty if the
+    /// engine does not count that, or leaves nothing to others. Takes no lock and waits for nothing.
+    fn placement(&self) -> BTreeMap<&'static str, Placed> {
+        BTreeMap::new()
     }
 
     /// Whether a turn can end in the middle of every node, so that a turn is never as long as a

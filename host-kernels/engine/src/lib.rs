@@ -28,7 +28,7 @@ pub mod work;
 
 pub use batch_keys::{BatchGroup, BatchKeys};
 pub use cancellation::Cancellation;
-pub use engine::{Engine, FallbackUse};
+pub use engine::{Engine, FallbackUse, Placed};
 pub use error::{EngineError, RunError, check_range};
 pub use memory::{CopyAccount, Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};
 pub use panic::panic_message;

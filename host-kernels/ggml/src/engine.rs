@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tracing::info;
 use vgpu_engine::work::Speed;
-use vgpu_engine::{Engine, EngineError, FallbackUse, Memory, MemoryInfo, Plan};
+use vgpu_engine::{Engine, EngineError, FallbackUse, Memory, MemoryInfo, Placed, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
@@ -20,7 +20,7 @@ use crate::library::{DeviceInfo, Library};
 use crate::loader::LibraryError;
 use crate::memory::GgmlMemory;
 use crate::pace::Paces;
-use crate::placement::{Placed, Placement, RunCounts};
+use crate::placement::{Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
 use crate::repack::Layouts;
 
@@ -181,12 +181,6 @@ impl GgmlEngine {
         })
     }
 
-    /// How many nodes of each operator the device computes, and how many the fallback, in all
-    /// graphs so far. By the operator's name in ggml.
-    pub fn placement(&self) -> BTreeMap<&'static str, Placed> {
-        self.device.placement.by_operator()
-    }
-
     /// The bytes of copies of weights in layouts of the backend.
     pub fn repacked_bytes(&self) -> u64 {
         self.device.layouts.bytes()
@@ -240,6 +234,10 @@ impl Engine for GgmlEngine {
 
     fn fallback_use(&self) -> Option<FallbackUse> {
         Some(self.device.used.read())
+    }
+
+    fn placement(&self) -> BTreeMap<&'static str, Placed> {
+        self.device.placement.by_operator()
     }
 
     fn max_node_time(&self) -> Duration {

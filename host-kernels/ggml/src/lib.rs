@@ -40,4 +40,3 @@ mod tensors;
 pub use engine::{BackendOptions, GgmlEngine};
 pub use library::{DeviceInfo, DeviceKind, Library};
 pub use loader::LibraryError;
-pub use placement::Placed;

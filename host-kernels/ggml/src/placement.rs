@@ -2,42 +2,44 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tracing::{debug, info};
-use vgpu_engine::FallbackUse;
-use vgpu_transport::ir::Op;
-use vgpu_transport::lock::lock;
+use vgpu_engine::{FallbackUse, Placed};
+use vgpu_transport::ir::{Op, OpKind};
 
-/// The nodes of one operator in all compiled graphs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Placed {
-    /// Nodes that the device computes.
-    pub device: u64,
-    /// Nodes that the other engine computes.
-    pub fallback: u64,
+/// How many nodes of an operator the device computes, and how many the other engine.
+#[derive(Debug, Default)]
+struct Counts {
+    device: AtomicU64,
+    fallback: AtomicU64,
 }
 
-/// The nodes of each operator, by its name in ggml.
-#[derive(Debug, Default)]
-pub(crate) struct Placement(Mutex<BTreeMap<&'static str, Placed>>);
+/// The nodes of each operator in all compiled graphs, in the order of [`OpKind::ALL`].
+#[derive(Debug)]
+pub(crate) struct Placement(Vec<Counts>);
+
+impl Default for Placement {
+    fn default() -> Placement {
+        Placement(OpKind::ALL.iter().map(|_| Counts::default()).collect())
+    }
+}
 
 impl Placement {
     /// A node is compiled for the device with this name, or for the other engine. The first one of
     /// each operator is logged.
     pub(crate) fn note(&self, op: &Op, device: &str, is_on_device: bool) {
-        let op = op.kind().ggml_name();
-        let mut table = lock(&self.0);
-        let placed = table.entry(op).or_default();
-        let count = match is_on_device {
-            true => &mut placed.device,
-            false => &mut placed.fallback,
+        let kind = op.kind();
+        let Some(at) = OpKind::ALL.iter().position(|&one| one == kind) else {
+            return;
         };
-        *count += 1;
-        let is_first = *count == 1;
-        drop(table);
+        let op = kind.ggml_name();
+        let count = match is_on_device {
+            true => &self.0[at].device,
+            false => &self.0[at].fallback,
+        };
+        let is_first = count.fetch_add(1, Ordering::Relaxed) == 0;
         match (is_first, is_on_device) {
             (true, true) => debug!("{op} is computed by {device}"),
             (true, false) => info!(
@@ -50,7 +52,15 @@ impl Placement {
 
     /// The operators that there were so far.
     pub(crate) fn by_operator(&self) -> BTreeMap<&'static str, Placed> {
-        lock(&self.0).clone()
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let placed = |(kind, counts): (&OpKind, &Counts)| {
+            let placed = Placed {
+                device: read(&counts.device),
+                fallback: read(&counts.fallback),
+            };
+            (placed != Placed::default()).then_some((kind.ggml_name(), placed))
+        };
+        OpKind::ALL.iter().zip(&self.0).filter_map(placed).collect()
     }
 }
 

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use changed_backend::{Changes, changed_backend};
 use graphs::{PRODUCT, Place, SIZE, floats, graph, memory, put};
 use vgpu_cpu::CpuEngine;
-use vgpu_engine::{Engine, EngineError, Memory, RunError, RunStatus, Turn};
-use vgpu_ggml::{BackendOptions, GgmlEngine, Placed};
+use vgpu_engine::{Engine, EngineError, Memory, Placed, RunError, RunStatus, Turn};
+use vgpu_ggml::{BackendOptions, GgmlEngine};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{Op, Type, ValidGraph};
 

@@ -111,7 +111,8 @@ fn not_for_unit(path: &str) -> Option<String> {
 
 /// The file and its folders below `root`, and `root`.
 fn parts<'a>(root: &'a Path, path: &'a Path) -> impl Iterator<Item = &'a Path> {
-    path.ancestors().take_while(move |part| part.starts_with(root))
+    path.ancestors()
+        .take_while(move |part| part.starts_with(root))
 }
 
 /// Why not every user may execute a program.

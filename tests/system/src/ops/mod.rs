@@ -1,5 +1,6 @@
 //! ggml's own `test-backend-ops` on VGPU0: its list of cases and its results.
 
+pub(crate) mod by_engine;
 pub(crate) mod by_version;
 pub(crate) mod constructors;
 pub(crate) mod op_params;

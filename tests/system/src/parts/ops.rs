@@ -7,9 +7,9 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
 use crate::ops::{self, Cases, Claim, Report, Suite};
+use crate::ops::{by_engine, by_version};
 use crate::ops::{constructors, op_params};
 use crate::preload::Library;
 use vgpu_gguf::Rng;
@@ -17,7 +17,9 @@ use xtask_common::dist::Dist;
 use xtask_common::ggml_releases::{self, Release};
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
+use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
+use xtask_common::scratch::Scratch;
 
 use super::{ggml_cuda, ops_vulkan};
 use crate::test_run::{Served, TestRun};
@@ -145,7 +147,7 @@ fn of_newest_release(
             guest.0, host.0
         );
         tests.check(&name, |tests, progress| {
-            on_ggml_cpu(tests, dist, guest, host.1, progress)
+            on_ggml_cpu(tests, dist, guest, host, progress)
         });
     }
 }
@@ -338,19 +340,22 @@ fn inproc(
 }
 
 /// Compares the ops of the ggml of this version in `bin` with its CPU backend, all or a sample, on
-/// an executor whose engine is the CPU backend of the ggml in `host`.
+/// an executor whose engine is the CPU backend of the ggml `host`.
 fn on_ggml_cpu(
     tests: &TestRun<'_>,
     dist: &Dist,
     (version, bin): (&str, &Path),
-    host: &Path,
+    (host_version, host): (&str, &Path),
     progress: &Progress,
 ) -> Result<String> {
     let engine = format!("ggml:{}", host.join("libggml-cpu.so").display());
     let mut serve = Command::new(&dist.vgpu);
     let name = format!("engine-ggml-cpu-{version}");
     let log = tests.log(&format!("ops-{name}-vgpu-serve"));
-    let served = Served::start_engine(&mut serve, &engine, &["--trust-guests"], &log)?;
+    let scratch = Scratch::new()?;
+    let control = scratch.path().join("control.sock");
+    let arguments = ["--trust-guests", "--control", path_text(&control)?];
+    let served = Served::start_engine(&mut serve, &engine, &arguments, &log)?;
     let endpoint = served.executor.endpoint();
     let mut suite = Suite {
         backend: Backend::Plugin {
@@ -366,8 +371,22 @@ fn on_ggml_cpu(
         seed_note = format!("; --seed {seed}");
     }
     let (claims, report) = ops::compare_with_cpu(&suite, progress)?;
+    let mut dump = Command::new(&dist.vgpu);
+    let dump = process::output(dump.arg("dump").arg("--control").arg(&control))?;
+    let left = by_engine::parse_dump(&dump)?;
     served.executor.stop().context("stopping the executor")?;
-    Ok(format!("{}{seed_note}", summary(&claims, &report)))
+    if tests.options.ops.is_none() && !tests.options.samples_ops() {
+        by_engine::check((version, host_version), &left)?;
+    }
+    Ok(format!(
+        "{}; {}{seed_note}",
+        summary(&claims, &report),
+        by_engine::summary(&left)
+    ))
+}
+
+fn path_text(path: &Path) -> Result<&str> {
+    path.to_str().context("a path that is no text")
 }
 
 /// The suite of a build, without a backend.

@@ -37,6 +37,9 @@ const MAX_SPAN_KEYS: usize = 1 << 14;
 /// work.
 const MAX_SPAN_PRODUCTS: usize = 1 << 29;
 
+/// The same with values in blocks, whose products take three to four times as long.
+const MAX_SPAN_BLOCK_PRODUCTS: usize = MAX_SPAN_PRODUCTS / 4;
+
 /// The fewest keys in a span.
 pub(super) const SPAN_KEYS: usize = 4 * TILE_KEYS;
 
@@ -232,7 +235,11 @@ impl Attention {
             keys = keys.div_ceil(UNITS.div_ceil(blocks)).max(SPAN_KEYS);
         }
         let each = attention.block_rows() * (k.ne[0] + v.ne[0]);
-        let most = (MAX_SPAN_PRODUCTS / each.max(1)).min(MAX_SPAN_KEYS);
+        let most = match attention.weighted_rows {
+            None => MAX_SPAN_PRODUCTS,
+            Some(_) => MAX_SPAN_BLOCK_PRODUCTS,
+        };
+        let most = (most / each.max(1)).min(MAX_SPAN_KEYS);
         attention.span_keys = keys.min(most).max(1).next_multiple_of(TILE_KEYS);
         attention.spans = k.ne[1].div_ceil(attention.span_keys.max(1)).max(1);
         let workers = operands.workers();
