@@ -106,13 +106,14 @@ impl PendingTable {
         Some(wait.max(self.worker_debts.wait(origin, now)?))
     }
 
-    fn live(&self) -> impl Iterator<Item = (&u64, &Pending)> {
+    fn live(&self) -> impl DoubleEndedIterator<Item = (&u64, &Pending)> {
         self.pending.iter().filter(|(_, one)| !one.is_cancelled)
     }
 
     /// Makes room for a connection of `origin`. Beyond the limit of one origin, this takes the
-    /// oldest connection of the origin; beyond the limit of all, the oldest of the origin that has
-    /// most.
+    /// oldest connection of the origin; beyond the limit of all, one of the [kind](kind_of) of
+    /// origins that has most, and of these the oldest of an origin that has most. So many addresses
+    /// take the place of no user or virtual machine.
     fn room(&self, origin: &str, limits: HandshakeLimits) -> Room {
         // A cancelled connection counts until its thread has ended.
         if self.pending.len() >= limits.all.saturating_mul(2) {
@@ -126,8 +127,14 @@ impl PendingTable {
         let from = if own >= limits.of_one_origin {
             origin
         } else if counts.values().sum::<usize>() >= limits.all {
-            let most = counts.iter().max_by_key(|(_, count)| **count);
-            most.map_or(origin, |(origin, _)| origin)
+            let mut of_kinds = BTreeMap::<&str, usize>::new();
+            for (origin, count) in &counts {
+                *of_kinds.entry(kind_of(origin)).or_default() += count;
+            }
+            // The oldest of equals: the first that has the largest count.
+            let largest = self.live().map(|(_, one)| one.origin.as_str()).rev();
+            let size = |origin: &&str| (of_kinds[kind_of(origin)], counts[origin]);
+            largest.max_by_key(size).unwrap_or(origin)
         } else {
             return Room::Free;
         };
@@ -151,6 +158,11 @@ impl PendingTable {
             }
         }
     }
+}
+
+/// What an origin is: `uid`, `tcp`, `cid`, `vm` or `vsock`.
+fn kind_of(origin: &str) -> &str {
+    origin.split([':', ' ']).next().unwrap_or(origin)
 }
 
 impl Handshakes {
@@ -484,6 +496,22 @@ mod tests {
         assert!(small.iter().all(|(_, far)| !is_closed(far)));
         let closed: Vec<bool> = large.iter().map(|(_, far)| is_closed(far)).collect();
         assert_eq!(closed, [true, false, false]);
+    }
+
+    #[test]
+    fn many_addresses_take_the_place_of_no_user() {
+        let mut arrivals = Arrivals::new();
+        let user = arrivals.arrive("uid:7");
+        let addresses: Vec<_> = (0..9)
+            .map(|i| arrivals.arrive(&format!("tcp:10.0.0.{i}")))
+            .collect();
+        let (machine, _far) = arrivals.arrive("vsock at /run/vm1");
+        assert!(machine.is_some());
+        assert!(!is_closed(&user.1));
+        // The oldest ones: there is room for the others, the user and the machine.
+        let closed = addresses.iter().filter(|(_, far)| is_closed(far)).count();
+        assert_eq!(closed, 11 - LIMITS.all);
+        assert!(addresses[..closed].iter().all(|(_, far)| is_closed(far)));
     }
 
     #[test]

@@ -94,8 +94,15 @@ pub(crate) fn expect_unlocked(what: &str) {
     lock::expect_unlocked(lock::EXECUTOR, what);
 }
 
-/// As [`expect_unlocked`], where the engine calls, under a lock of its own at most
-/// ([`Rank::EngineCopies`]): it charges a guest for a copy, or asks whether work is still wanted.
+/// As [`expect_unlocked`], where an engine asks whether copies are still wanted, under a lock of
+/// its own at most ([`Rank::EngineCopies`]).
+pub(crate) fn expect_copying(what: &str) {
+    lock::expect_unlocked_but(lock::EXECUTOR, lock::CHARGING..lock::CHARGING + 1, what);
+}
+
+/// As [`expect_copying`], also for a session that uploads an extent ([`Rank::Upload`]), whose bytes
+/// may need a copy.
 pub(crate) fn expect_charging(what: &str) {
-    lock::expect_unlocked(lock::CHARGING + 1, what);
+    let upload = Rank::Upload.level();
+    lock::expect_unlocked_but(lock::EXECUTOR, upload..lock::CHARGING + 1, what);
 }

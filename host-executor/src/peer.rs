@@ -55,13 +55,17 @@ impl Peer {
     }
 
     /// Who an unnamed guest is: its certificate, else its [origin](Peer::origin). `None` if
-    /// nothing tells.
+    /// nothing tells. Without a certificate, all addresses of the loopback interface are one guest:
+    /// every program of this machine may connect from any of them.
     pub(crate) fn source(&self) -> Option<String> {
         if let Some(certificate) = &self.certificate {
             let fingerprint = CertificateRule::Fingerprint(certificate.fingerprint);
             return Some(format!("certificate {fingerprint}"));
         }
-        self.known_origin()
+        match self.address {
+            Some(address) if address.to_canonical().is_loopback() => Some("tcp:loopback".into()),
+            _ => self.known_origin(),
+        }
     }
 
     /// Where a guest connects from, whatever certificate it has: its user on this machine, its
@@ -124,6 +128,9 @@ mod tests {
             ..Peer::new("test".into(), LinkKind::Tcp)
         };
         assert_eq!(from("10.0.0.1").source().unwrap(), "tcp:10.0.0.1");
+        for address in ["127.0.0.1", "127.9.8.7", "::ffff:127.0.0.2", "::1"] {
+            assert_eq!(from(address).source().unwrap(), "tcp:loopback");
+        }
         assert_eq!(from("::ffff:10.0.0.1").source(), from("10.0.0.1").source());
         assert_eq!(from("fd00::1").source().unwrap(), "tcp:fd00::/64");
         assert_eq!(from("fd00::1").source(), from("fd00::ffff:0:2").source());

@@ -9,7 +9,7 @@
 //! A mutex without a rank, which [`lock`] takes, counts as one of the last rank: it is innermost.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
@@ -254,7 +254,17 @@ impl LockRank for ForkRegister {
 /// With debug assertions, if the thread holds such a lock.
 #[cfg_attr(debug_assertions, track_caller)]
 pub fn expect_unlocked(level: usize, what: &str) {
-    held::expect_none(level, what);
+    held::expect_none(level, 0..0, what);
+}
+
+/// As [`expect_unlocked`], but for locks of the levels `allowed`.
+///
+/// # Panics
+///
+/// With debug assertions, if the thread holds such a lock.
+#[cfg_attr(debug_assertions, track_caller)]
+pub fn expect_unlocked_but(level: usize, allowed: Range<usize>, what: &str) {
+    held::expect_none(level, allowed, what);
 }
 
 /// A level that the thread holds a lock of.
@@ -267,6 +277,7 @@ struct Held {
 mod held {
     use std::cell::Cell;
     use std::fmt;
+    use std::ops::Range;
     use std::panic::Location;
 
     use super::{FORK_REGISTER, Held, UNRANKED};
@@ -289,12 +300,16 @@ mod held {
         };
     }
 
-    /// The lowest level, from `level` up, that the thread holds a lock of, with the place where
-    /// that lock was taken.
-    fn lowest_from(level: usize) -> Option<(usize, &'static Location<'static>)> {
+    /// The lowest level, from `level` up and none of `allowed`, that the thread holds a lock of,
+    /// with the place where that lock was taken.
+    fn lowest_from(
+        level: usize,
+        allowed: &Range<usize>,
+    ) -> Option<(usize, &'static Location<'static>)> {
         HELD.with(|held| {
-            let above = held[level..].iter().position(|one| one.locks.get() > 0)?;
-            Some((level + above, held[level + above].place.get()))
+            let is_held = |at: &usize| !allowed.contains(at) && held[*at].locks.get() > 0;
+            let at = (level..held.len()).find(is_held)?;
+            Some((at, held[at].place.get()))
         })
     }
 
@@ -316,7 +331,7 @@ mod held {
         if std::thread::panicking() {
             return;
         }
-        if let Some(held) = lowest_from(level) {
+        if let Some(held) = lowest_from(level, &(0..0)) {
             let place = Location::caller();
             fail(
                 format_args!("a lock of rank {rank:?} ({level}) is taken at {place}"),
@@ -325,13 +340,14 @@ mod held {
         }
     }
 
-    /// Panics if the thread holds a lock of this level or of a higher one.
+    /// Panics if the thread holds a lock of this level or of a higher one, but for those of
+    /// `allowed`.
     #[track_caller]
-    pub(super) fn expect_none(level: usize, what: &str) {
+    pub(super) fn expect_none(level: usize, allowed: Range<usize>, what: &str) {
         if std::thread::panicking() {
             return;
         }
-        if let Some(held) = lowest_from(level) {
+        if let Some(held) = lowest_from(level, &allowed) {
             let place = Location::caller();
             fail(format_args!("{what} is called at {place}"), held);
         }
@@ -363,6 +379,7 @@ mod held {
 #[cfg(not(debug_assertions))]
 mod held {
     use std::fmt;
+    use std::ops::Range;
 
     use super::Held;
 
@@ -370,7 +387,7 @@ mod held {
     pub(super) fn check(_: usize, _: &dyn fmt::Debug) {}
 
     #[inline(always)]
-    pub(super) fn expect_none(_: usize, _: &str) {}
+    pub(super) fn expect_none(_: usize, _: Range<usize>, _: &str) {}
 
     impl Held {
         #[inline(always)]

@@ -1,5 +1,6 @@
 //! `vgpu wait`.
 
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::connect::expand;
 
 use crate::error_text;
+use crate::install::{INSTALLED, check_installed};
 use crate::session_client::{self, Client};
 
 /// How long an executor that is connected may take to accept a session.
@@ -21,7 +23,8 @@ const PAUSE: Duration = Duration::from_millis(200);
 ///
 /// For services that look for a device once, when they start, such as Ollama: ExecStartPre=vgpu
 /// wait. Every named executor must accept one, or one at the default addresses. The exit status is
-/// 1, with the reason, if none does in time.
+/// 1, with the reason, if none does in time, or if VGPU_INSTALLED names a plugin that is not there
+/// or does not work with the Ollama around it.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The executor's address, as in VGPU_ENDPOINT. May be given several times. [default:
@@ -35,6 +38,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(plugin) = std::env::var_os(INSTALLED) {
+        check_installed(Path::new(&plugin))?;
+    }
     let began = Instant::now();
     let timeout = Duration::from_secs(args.timeout);
     let (mut missing, are_named) =

@@ -288,14 +288,21 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
                  SupplementaryGroups=vgpu\n";
     assert!(drop_in.ends_with(waits), "{drop_in}");
     assert_eq!(drop_in.contains(INSTALLS_AGAIN), is_root(), "{drop_in}");
+    let installed = "\nEnvironment=\"VGPU_INSTALLED=/usr/local/lib/ollama/vgpu/libggml-vgpu.so\"\n";
+    assert!(drop_in.contains(installed), "{drop_in}");
     let unit = "[Unit]\nAfter=vgpu.service\nStartLimitIntervalSec=0\n\n[Service]\n";
     assert!(drop_in.contains(unit), "{drop_in}");
     assert!(!drop_in.contains("VGPU_ENDPOINT"), "{drop_in}");
 }
 
 /// The line that installs the plugin again, in a [`Machine`] with the package.
-const INSTALLS_AGAIN: &str = "\nExecStartPre=+/usr/bin/vgpu install --plugin-only \
+const INSTALLS_AGAIN: &str = "\nExecStartPre=-+/usr/bin/vgpu install --plugin-only \
                               --ollama /usr/local/lib/ollama --plugin /libggml-vgpu.so\n";
+
+fn copy_folder(from: &Path, to: &Path) {
+    let copied = Command::new("cp").arg("-a").arg(from).arg(to).status();
+    assert!(copied.expect("cp").success());
+}
 
 /// Whether the files of a [`Machine`] are root's.
 fn is_root() -> bool {
@@ -321,11 +328,37 @@ fn plugin_is_installed_again_before_a_start_after_an_update_of_ollama() {
     let said = succeeded(again());
     assert!(said.contains("keep     "), "{said}");
     assert_eq!(machine.files(), installed);
+    let waits = |words: &str| {
+        let mut wait = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+        wait.args([
+            "wait",
+            "--timeout",
+            "0",
+            "--endpoint",
+            "unix:/nobody/listens",
+        ]);
+        wait.env("VGPU_INSTALLED", machine.lib("vgpu/libggml-vgpu.so"));
+        let output = wait.output().expect("the command starts");
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && text.contains(words), "{text}");
+    };
+    waits("no executor within 0 s");
     fs::remove_dir_all(machine.lib("vgpu")).expect("a folder");
+    waits("Ollama would compute on the CPU");
     let said = succeeded(again());
     assert!(said.contains("write    "), "{said}");
     assert!(!said.contains("next:"), "{said}");
     assert_eq!(machine.files(), installed);
+
+    // A release in a folder of its own, to which a link leads.
+    let release = |name: &str| machine.root.join("usr/local/lib").join(name);
+    let (first, second) = (release("ollama-1"), release("ollama-2"));
+    fs::rename(&lib, &first).expect("a folder");
+    copy_folder(&first, &second);
+    fs::remove_dir_all(second.join("vgpu")).expect("a folder");
+    symlink("ollama-2", release("ollama")).expect("a link");
+    succeeded(again());
+    assert!(second.join("vgpu/libggml-vgpu.so").exists());
 
     // The new release has a ggml that the plugin does not know: the start fails, and says why.
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/abi/fake_ggml.c");
@@ -426,9 +459,34 @@ fn service_waits_with_the_program_of_the_archive() {
     let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
     let waits = "\nExecStartPre=/opt/ggml-vgpu/bin/vgpu wait\nRestart=always\nRestartSec=3\n";
     assert!(drop_in.contains(waits), "{drop_in}");
-    let installs = "\nExecStartPre=+/opt/ggml-vgpu/bin/vgpu install --plugin-only ";
+    let installs = "\nExecStartPre=-+/opt/ggml-vgpu/bin/vgpu install --plugin-only ";
     assert_eq!(drop_in.contains(installs), is_root(), "{drop_in}");
     verify_with_systemd(&drop_in, &program);
+
+    // As an earlier version wrote it. The plugin is where the archive has it.
+    fs::create_dir_all(folder.join("../lib/vgpu")).expect("a folder");
+    fs::copy(&machine.plugin, folder.join("../lib/vgpu/libggml-vgpu.so")).expect("a copy");
+    let doctor = || {
+        let mut doctor = Command::new(&program);
+        doctor.arg("doctor").arg("--root").arg(&machine.root);
+        let output = doctor.output().expect("the command starts");
+        String::from_utf8(output.stdout).expect("text")
+    };
+    succeeded({
+        let mut again = Command::new(&program);
+        again.arg("install").arg("--root").arg(&machine.root);
+        again
+            .env_remove("VGPU_ENDPOINT")
+            .output()
+            .expect("the command starts")
+    });
+    let said = doctor();
+    assert!(!said.contains("is of another version"), "{said}");
+    let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
+    let older = drop_in.replace("ExecStartPre=/opt/ggml-vgpu/bin/vgpu wait\n", "");
+    fs::write(machine.drop_in(), older).expect("ours");
+    let said = doctor();
+    assert!(said.contains("is of another version"), "{said}");
 
     // A start that would fail for ever is left out, and the command says so.
     let closed = fs::Permissions::from_mode(0o750);

@@ -201,12 +201,17 @@ fn spawn_child(
         .stdin(Stdio::from(theirs))
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
-    // Locked until the process is in the list, so that a shutdown does not miss it.
+    // Not locked: a start waits until the new process has loaded its program.
+    let nice = shared.processes().partition.nice(Some(name), 1);
+    let mut child = spawn(&mut command, nice)?;
     let mut processes = shared.processes();
+    // A shutdown that begins from now on finds the process in the list.
     if shared.stop.is_set() {
+        drop(processes);
+        child.kill()?;
+        child.wait()?;
         return Ok(None);
     }
-    let mut child = spawn(&mut command, processes.partition.nice(Some(name), 1))?;
     let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"), None);
     let machine = VmProcess {
         name: name.into(),

@@ -16,7 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::end_check::EndCheck;
 use crate::activity::{Activity, ThreadState, Worked};
-use crate::lock::expect_charging;
+use crate::lock::expect_copying;
 use crate::sched::Scheduler;
 use crate::tenant::Tenant;
 
@@ -109,7 +109,7 @@ impl OutsideWork {
         state: ThreadState,
         end_check: &EndCheck<'_>,
     ) -> bool {
-        expect_charging("OutsideWork::is_over");
+        expect_copying("OutsideWork::is_over");
         activity.continue_request(state);
         if self.is_due(activity) {
             self.pay(activity, &|| end_check.is_near());

@@ -101,8 +101,29 @@ fn limits(setup: &Setup) -> Limits {
     }
 }
 
+/// The variable that names the limits of all sessions: `small`, `default` or `large`.
+const SETUP: &str = "VGPU_FUZZ_SETUP";
+
+/// Which of three set-ups a session has: what the environment names, or what its last byte says.
+fn setup_of(data: &[u8]) -> usize {
+    static NAMED: OnceLock<Option<usize>> = OnceLock::new();
+    let named = NAMED.get_or_init(|| {
+        let name = std::env::var(SETUP).ok()?;
+        let at = ["small", "default", "large"]
+            .iter()
+            .position(|one| *one == name);
+        Some(at.unwrap_or_else(|| panic!("{SETUP}={name}: not small, default or large")))
+    });
+    named.unwrap_or(match data.last().map_or(0, |last| last % 8) {
+        6 => 2,
+        7 => 1,
+        _ => 0,
+    })
+}
+
 /// Runs the session that `data` encodes. Panics at the first difference from the model. One session
-/// in eight has the default limits, and one in eight the memory of a guest besides.
+/// in eight has the default limits, and one in eight the memory of a guest besides, unless
+/// [`SETUP`] is set.
 pub(crate) fn run(data: &[u8]) {
     run_one(data, false);
 }
@@ -120,11 +141,7 @@ fn run_one(data: &[u8], has_peak: bool) {
     let engines = ENGINES.get_or_init(engines);
     // One session at a time, so that memory can be accounted for.
     let engines = engines.lock().unwrap_or_else(PoisonError::into_inner);
-    let at = match data.last().map_or(0, |last| last % 8) {
-        6 => 2,
-        7 => 1,
-        _ => 0,
-    };
+    let at = setup_of(data);
     let engine = Arc::clone(&engines[at]) as Arc<dyn Engine>;
     let peak = has_peak.then(Peak::begin);
     run_on(&engine, SETUPS[at], data);

@@ -28,6 +28,14 @@ pub(super) fn check(root: &Root, report: &mut Report) {
             ),
             INSTALL,
         ),
+        OllamaState::OutdatedDropIn(file) => report.note(
+            PART,
+            format!(
+                "{} is of another version, or of another place of this program; {INSTALL} writes \
+                 the present one, which installs the plugin again after updates of Ollama",
+                file.display()
+            ),
+        ),
         OllamaState::Installed { lib, drop_in } => {
             let how = match drop_in {
                 Some(file) => format!("its service has {}", file.display()),

@@ -6,62 +6,67 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
+use super::ollama::FOLDER;
+use super::stamp::PLUGIN;
+
 /// Where the packages place this program.
 const PROGRAM: &str = "/usr/bin/vgpu";
 
 /// What is special in a command of a unit.
 const SPECIAL: [char; 5] = ['"', '\'', '\\', '%', '$'];
 
+/// The variable by which `vgpu wait` knows the plugin that Ollama is to have.
+pub(crate) const INSTALLED: &str = "VGPU_INSTALLED";
+
 /// What is to happen before a start of Ollama.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct BeforeStart {
-    /// Installs the plugin again, as root: updates of Ollama remove the folder that it is in.
+    /// Installs the plugin again, as root: updates of Ollama remove the folder that it is in. A
+    /// failure does not end the start, since another version of the program may not know the
+    /// command.
     install: Option<String>,
-    /// Waits for the executor, as the user of the service.
+    /// Waits for the executor, as the user of the service, if the plugin is there.
     wait: Option<String>,
+    /// Why one of them is left out.
+    pub(super) notes: Vec<String>,
 }
 
 impl BeforeStart {
     /// For a service in the file system `root` with the Ollama in `lib`, into which the file
-    /// `plugin` is installed. Prints why a command is left out.
+    /// `plugin` is installed.
     ///
     /// # Errors
     /// If a path cannot be resolved.
     pub(super) fn find(root: &Path, plugin: &Path, lib: &Path) -> Result<BeforeStart> {
-        let resolve = |path: &Path| {
-            { path.canonicalize() }.with_context(|| format!("finding {}", path.display()))
-        };
         let root = resolve(root)?;
-        let of_package = root.join(&PROGRAM[1..]);
-        let is_packaged = of_package.exists();
-        let program = match is_packaged {
-            true => of_package,
-            false => resolve(&std::env::current_exe().context("finding this program")?)?,
-        };
+        let program = program(&root)?;
         // Into an image: the system that runs the service has another program, or none.
         let Some(wait) = inside(&root, &program) else {
             return Ok(BeforeStart::default());
         };
         let reason = not_for_unit(&wait).or_else(|| closed(&root, &program));
-        if let (false, Some(reason)) = (is_packaged, reason) {
-            println!(
-                "note     Ollama's service does not wait for the executor: {reason}. Place this \
-                 program where all users may execute it, such as below /opt, and run the command \
-                 again"
+        if let (true, Some(reason)) = (wait != PROGRAM, reason) {
+            let note = format!(
+                "Ollama's service does not wait for the executor: {reason}. Place this program \
+                 where all users may execute it, such as below /opt, and run the command again"
             );
-            return Ok(BeforeStart::default());
+            return Ok(BeforeStart {
+                notes: vec![note],
+                ..BeforeStart::default()
+            });
         }
-        let (plugin, lib) = (resolve(plugin)?, resolve(lib)?);
-        let install = install_command(&root, &program, &plugin, &lib);
-        if let Err(reason) = &install {
-            println!(
-                "note     the service does not install the plugin again after an update of \
-                 Ollama: {reason}. Run `vgpu install` after each update"
-            );
-        }
+        let install = install_command(&root, &program, &resolve(plugin)?, &absolute(lib)?);
+        let note = |reason| {
+            format!(
+                "the service does not install the plugin again after an update of Ollama: \
+                 {reason}. Run `vgpu install` after each update"
+            )
+        };
+        let notes = install.as_ref().err().map(note).into_iter().collect();
         Ok(BeforeStart {
             install: install.ok(),
             wait: Some(format!("{wait} wait")),
+            notes,
         })
     }
 
@@ -70,6 +75,40 @@ impl BeforeStart {
         let all = [&self.install, &self.wait];
         all.into_iter().flatten().map(String::as_str).collect()
     }
+
+    /// The variable for the service whose Ollama in the file system `root` is in `lib`, if the
+    /// service waits.
+    ///
+    /// # Errors
+    /// If a path cannot be resolved.
+    pub(super) fn environment(&self, root: &Path, lib: &Path) -> Result<Option<String>> {
+        let plugin = absolute(lib)?.join(FOLDER).join(PLUGIN);
+        let plugin = inside(&resolve(root)?, &plugin);
+        let plugin = plugin.filter(|path| self.wait.is_some() && not_for_unit(path).is_none());
+        Ok(plugin.map(|plugin| format!("{INSTALLED}={plugin}")))
+    }
+}
+
+/// The program for the service: that of the package, unless it is another one than this.
+fn program(root: &Path) -> Result<PathBuf> {
+    let own = std::env::current_exe().context("finding this program")?;
+    let own = resolve(&own)?;
+    let of_package = root.join(&PROGRAM[1..]);
+    let is_ours = match root == Path::new("/") {
+        true => resolve(&of_package).is_ok_and(|path| path == own),
+        // Another system: nothing tells its version.
+        false => of_package.exists(),
+    };
+    Ok(if is_ours { of_package } else { own })
+}
+
+fn resolve(path: &Path) -> Result<PathBuf> {
+    { path.canonicalize() }.with_context(|| format!("finding {}", path.display()))
+}
+
+/// The path from the root, with its links.
+fn absolute(path: &Path) -> Result<PathBuf> {
+    { std::path::absolute(path) }.with_context(|| format!("finding {}", path.display()))
 }
 
 /// The command that installs the plugin, with all privileges of the service manager. So nobody but
@@ -88,12 +127,19 @@ fn install_command(
             let (path, root) = (path.display(), root.display());
             format!("{path} is not below {root}")
         })?;
-        let reason = not_for_unit(&text).or_else(|| changeable(root, path));
+        // Where the links lead, and where they are.
+        let target = path.canonicalize().map_err(|error| {
+            let path = path.display();
+            format!("{path}: {error}")
+        })?;
+        let reason = not_for_unit(&text)
+            .or_else(|| changeable(root, path))
+            .or_else(|| changeable(Path::new("/"), &target).filter(|_| target != path));
         reason.map_or(Ok(text), Err)
     };
     let (program, plugin, lib) = (path(program)?, path(plugin)?, path(lib)?);
     Ok(format!(
-        "+{program} install --plugin-only --ollama {lib} --plugin {plugin}"
+        "-+{program} install --plugin-only --ollama {lib} --plugin {plugin}"
     ))
 }
 
@@ -164,7 +210,7 @@ mod tests {
         match own {
             0 => assert_eq!(
                 made.as_deref(),
-                Ok("+/bin/vgpu install --plugin-only --ollama /lib --plugin /lib/plugin.so")
+                Ok("-+/bin/vgpu install --plugin-only --ollama /lib --plugin /lib/plugin.so")
             ),
             // A test that does not run as root sees that its files are refused.
             _ => assert!(made.unwrap_err().contains(&format!("user {own}'s"))),

@@ -26,7 +26,8 @@ use files::{Change, Lock};
 use ollama::Ollama;
 use stamp::{PLUGIN, Stamp};
 
-pub(crate) use state::{OllamaState, ollama_state};
+pub(crate) use before_start::INSTALLED;
+pub(crate) use state::{OllamaState, check_installed, ollama_state};
 
 /// The drop-in's file name, and its first line, which identifies it.
 const DROP_IN: &str = "vgpu.conf";
@@ -126,15 +127,19 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
         ggml.file.display()
     );
 
-    let environment = environment(endpoint.as_deref(), certs.as_deref());
+    let mut environment = environment(endpoint.as_deref(), certs.as_deref());
     let service = match args.plugin_only {
         true => None,
         false => ollama.drop_ins(&root),
     };
     let before_start = match service {
-        Some(_) => BeforeStart::find(&root, &file, &ollama.lib)?,
+        Some(_) => BeforeStart::find(&root, &file, &ollama.found)?,
         None => BeforeStart::default(),
     };
+    for note in &before_start.notes {
+        println!("note     {note}");
+    }
+    environment.extend(before_start.environment(&root, &ollama.found)?);
     let drop_in = drop_in(&root, &environment, &before_start);
     let mut changes = vec![Change {
         target: ollama.backend_folder().join(PLUGIN),

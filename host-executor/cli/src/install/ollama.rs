@@ -23,12 +23,16 @@ const UNITS: [&str; 4] = [
     "lib/systemd/system",
 ];
 const UNIT: &str = "ollama.service";
+/// The folder of the plugin below Ollama's libraries.
+pub(super) const FOLDER: &str = "vgpu";
 
 /// An Ollama installation.
 #[derive(Debug)]
 pub(crate) struct Ollama {
-    /// The folder of `llama-server` and ggml.
+    /// The folder of `llama-server` and ggml, without links.
     pub(crate) lib: PathBuf,
+    /// The same as it was named or found. An update may make a link in it lead to another release.
+    pub(crate) found: PathBuf,
 }
 
 /// The ggml of an Ollama installation.
@@ -59,8 +63,7 @@ impl Ollama {
                 below.chain(own).collect()
             }
         };
-        let found = candidates.iter().find(|dir| is_lib(dir));
-        let Some(lib) = found else {
+        let Some(found) = candidates.iter().find(|dir| is_lib(dir)) else {
             let list: Vec<_> = candidates.iter().map(|c| c.display().to_string()).collect();
             bail!(
                 "no Ollama found: none of {} holds libggml-base.so. Name its folder with --ollama \
@@ -68,21 +71,22 @@ impl Ollama {
                 list.join(", ")
             );
         };
-        let lib = lib
+        let lib = found
             .canonicalize()
-            .with_context(|| format!("resolving {}", lib.display()))?;
+            .with_context(|| format!("resolving {}", found.display()))?;
         ensure!(
             lib.join("llama-server").exists(),
             "{} has no llama-server: this Ollama is older than 0.30, which loads no other \
              backends; update Ollama",
             lib.display()
         );
-        Ok(Ollama { lib })
+        let found = found.clone();
+        Ok(Ollama { lib, found })
     }
 
     /// The subfolder for the plugin, by whose name Ollama is told to use it.
     pub(crate) fn backend_folder(&self) -> PathBuf {
-        self.lib.join("vgpu")
+        self.lib.join(FOLDER)
     }
 
     /// Ollama's ggml. Fails if the plugin does not work with it.

@@ -181,6 +181,54 @@ fn upgrade_leaves_running_guests_alone(name: &str, from: &[&str], first: &[&str]
     assert_eq!(upgrade("vgpu.service", first), "");
 }
 
+/// Without the command, Ollama's service could not start any more.
+#[test]
+fn a_removal_takes_the_plugin_out_of_ollama() {
+    const DROP_IN: &str = "etc/systemd/system/ollama.service.d/vgpu.conf";
+    for (name, removal, upgrade) in [
+        ("debian/vgpu.prerm", "remove", "upgrade"),
+        ("rpm/vgpu.preun", "0", "1"),
+    ] {
+        let mut script = PackageScript::new(name);
+        let root = script.at("root");
+        let drop_in = root.join(DROP_IN);
+        fs::create_dir_all(drop_in.parent().expect("a folder")).expect("a folder");
+        // A package of RPM has no other root.
+        let of_rpm = script
+            .text
+            .replace("=/etc/systemd", &format!("={}/etc/systemd", root.display()));
+        script.text = of_rpm;
+        let write = |text: &str| fs::write(&drop_in, text).expect("a file");
+        let ours = "[Service]\nExecStartPre=/usr/bin/vgpu wait\nRestart=always\n";
+        for (argument, text, removes, called) in [
+            (removal, ours, true, true),
+            (removal, ours, false, true),
+            (
+                removal,
+                "[Service]\nExecStartPre=/opt/vgpu/bin/vgpu wait\n",
+                true,
+                false,
+            ),
+            (upgrade, ours, true, false),
+        ] {
+            write(text);
+            // The command may fail, such as where Ollama is in another folder.
+            let rest = match removes {
+                true => format!("rm {}", drop_in.display()),
+                false => "exit 1".into(),
+            };
+            script.program("vgpu", &rest);
+            let (calls, said) = script.run(&[argument], &root);
+            assert_eq!(
+                calls.contains("vgpu uninstall"),
+                called,
+                "{name}: {calls} {said}"
+            );
+            assert_eq!(drop_in.exists(), !called, "{name} {argument}: {text}");
+        }
+    }
+}
+
 #[test]
 fn a_purge_removes_what_the_service_has_written() {
     let script = PackageScript::new("debian/vgpu.postrm");

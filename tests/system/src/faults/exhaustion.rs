@@ -17,6 +17,13 @@ use super::setup::{Row, Setup, TOKENS, exists};
 /// context and graphs some 10 MiB.
 const FOR_ONE: &str = "48M";
 
+/// What a limit of the executor does.
+const LIMITED: &str = "loads fail under the limit and work without it; another guest has the same \
+                       tokens; the executor keeps running and leaks nothing";
+
+/// Tokens of a generation during which another guest is refused.
+const LONG: usize = 400;
+
 /// Bytes of address space that suffice for a session, but not for a model.
 const LITTLE: u64 = 16 << 20;
 
@@ -27,11 +34,11 @@ pub(super) fn memory(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let executor = setup.serve(NAME, &["--memory", FOR_ONE])?;
     let mut first = setup.guest(NAME, "full-first")?;
     let mut second = setup.guest(NAME, "full-second")?;
-    first.begin(400)?;
+    first.begin(LONG)?;
     let long = first.end()?.tokens()?;
     let before = ResourceUsage::of(executor.pid())?;
     for round in 0..times {
-        first.begin(400)?;
+        first.begin(LONG)?;
         first.token()?;
         second.begin(TOKENS)?;
         let outcome = second.end()?;
@@ -71,10 +78,7 @@ pub(super) fn address_space(setup: &Setup<'_>, progress: &Progress) -> Result<Ro
     Ok(Row {
         fault: "address space",
         times: setup.counts.others,
-        found:
-            "loads fail under the limit and work without it; the executor keeps running and leaks \
-                nothing"
-                .into(),
+        found: LIMITED.into(),
     })
 }
 
@@ -88,10 +92,7 @@ pub(super) fn descriptors(setup: &Setup<'_>, progress: &Progress) -> Result<Row>
     Ok(Row {
         fault: "descriptors",
         times: setup.counts.others,
-        found:
-            "loads fail under the limit and work without it; the executor keeps running and leaks \
-                nothing"
-                .into(),
+        found: LIMITED.into(),
     })
 }
 
@@ -112,19 +113,35 @@ fn limited(
     let mut warm = setup.guest(name, &format!("{name}-warm"))?;
     setup.expect_run(&mut warm, "a guest before the limit")?;
     warm.finish()?;
-    let before = expect_no_more(executor.pid(), &idle, "the executor", HANG)?;
+    expect_no_more(executor.pid(), &idle, "the executor", HANG)?;
+    let mut other = setup.guest(name, &format!("{name}-other"))?;
+    other.begin(LONG)?;
+    let long = other.end()?.tokens()?;
+    // With the session of the other guest.
+    let before = ResourceUsage::of(executor.pid())?;
     for round in 0..setup.counts.others {
         let limited = Rlimit {
             current: Some(limit(executor.pid())?),
             ..unlimited
         };
+        other.begin(LONG)?;
+        other.token()?;
         rustix::process::prlimit(Some(pid), resource, limited).context("setting a limit")?;
-        // A guest without an executor computes on its CPU. The test therefore requires only that
-        // the guest does not hang or crash.
+        // A guest without an executor computes on its CPU.
         let mut guest = setup.guest(name, &format!("{name}-guest"))?;
         guest.begin(TOKENS)?;
-        let _either = guest.end().context("a guest under the limit")?;
+        let outcome = guest.end().context("a guest under the limit")?;
+        ensure!(
+            matches!(outcome, Outcome::Failed(_))
+                || outcome == Outcome::Tokens(setup.reference.clone()),
+            "a guest under the limit has {outcome:?} instead of {:?}",
+            setup.reference
+        );
         guest.finish()?;
+        ensure!(
+            other.end()?.tokens().context("the other guest")? == long,
+            "another guest generated other tokens"
+        );
         rustix::process::prlimit(Some(pid), resource, unlimited).context("lifting a limit")?;
         // A listener whose accept has failed pauses for a second.
         std::thread::sleep(Duration::from_millis(1200));
@@ -134,6 +151,7 @@ fn limited(
         expect_no_more(executor.pid(), &before, "the executor", HANG)?;
         progress.note(&format!("{} of {}", round + 1, setup.counts.others));
     }
+    other.finish()?;
     let log = std::fs::read_to_string(setup.log(&format!("{name}-vgpu-serve")))?;
     ensure!(
         log.contains("WARN") || log.contains("ERROR"),

@@ -206,7 +206,7 @@ struct Soak<'a> {
     /// The bytes by which the heap of the executor was larger than before, at each comparison.
     growths: Vec<i64>,
     programs: Vec<Program>,
-    /// The time from the load of a model to the last token of a program that is alone.
+    /// The time from the start of a program that is alone to the last token of its first model.
     life: Duration,
     reloads: u64,
     counts: BTreeMap<Event, usize>,
@@ -389,7 +389,10 @@ impl<'a> Soak<'a> {
         let mut guest = Guest::start(&program, plugin, &self.setup.log(name))?;
         let began = Instant::now();
         self.setup.expect_run(&mut guest, name)?;
-        self.life = self.life.max(began.elapsed());
+        // The first program is alone.
+        if self.life.is_zero() {
+            self.life = began.elapsed();
+        }
         self.started += 1;
         self.loads += 1;
         Ok(Program {

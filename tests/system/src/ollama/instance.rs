@@ -94,13 +94,43 @@ impl Instance {
         process::output(&mut install)
     }
 
-    /// Installs the plugin as the drop-in of `vgpu install` does before each start of the server.
-    pub(crate) fn install_again(&self, dist: &Dist) -> Result<String> {
-        let mut install = Command::new(&self.vgpu);
-        install.args(["install", "--plugin-only", "--ollama"]);
-        install.arg(self.root.join(PREFIX).join("lib/ollama"));
-        install.arg("--plugin").arg(&dist.plugin);
-        process::output(&mut install)
+    /// Places command and plugin as the packages do, and installs the plugin from there: the
+    /// drop-in then installs the plugin before each start.
+    pub(crate) fn install_from_packages(&self, dist: &Dist, endpoint: &str) -> Result<()> {
+        let (program, plugin) = (
+            self.root.join("usr/bin/vgpu"),
+            self.root.join("usr/lib/vgpu/libggml-vgpu.so"),
+        );
+        for (from, to) in [(&dist.vgpu, &program), (&dist.plugin, &plugin)] {
+            let folder = to.parent().context("a folder")?;
+            fs::create_dir_all(folder).context("creating a folder")?;
+            fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
+        }
+        let plugin = plugin.display().to_string();
+        let mut install = Command::new(&program);
+        install.args(["install", "--endpoint", endpoint, "--plugin", &plugin]);
+        install.arg("--root").arg(&self.root);
+        process::output(&mut install).map(drop)
+    }
+
+    /// Runs the command of the drop-in that installs the plugin, with the paths of this
+    /// installation. Returns what the command says, or `None` if the drop-in has no such command.
+    ///
+    /// # Errors
+    /// If the command fails.
+    pub(crate) fn install_before_start(&self) -> Result<Option<String>> {
+        let text = fs::read_to_string(self.root.join(DROP_IN)).context("reading the drop-in")?;
+        let mut commands = { text.lines() }.filter_map(|line| line.strip_prefix("ExecStartPre=-+"));
+        let Some(command) = commands.next() else {
+            return Ok(None);
+        };
+        let words = command.split(' ').map(|word| match word.strip_prefix('/') {
+            Some(path) => self.root.join(path).into_os_string(),
+            None => word.into(),
+        });
+        let words: Vec<_> = words.collect();
+        let (program, arguments) = words.split_first().context("an empty command")?;
+        process::output(Command::new(program).args(arguments)).map(Some)
     }
 
     /// Replaces the installation by another release, as Ollama's installer does: its folder of
