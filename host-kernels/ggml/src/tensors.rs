@@ -38,9 +38,23 @@ pub(crate) fn whole(
     }
 }
 
-/// A tensor with plain strides that has no place yet.
+/// A shape with the strides that a backend gets. That of a dimension with one element has no
+/// meaning, but backends assert on it, as for the kernel of CONV_2D_DW with adjacent channels: it
+/// is the guest's, as without vgpu, unless it is beyond the tensor.
+fn strides(shape: &Shape) -> Shape {
+    let mut plain = shape.with_plain_strides();
+    let bytes = plain.byte_len().unwrap_or(0);
+    for d in 0..4 {
+        if shape.ne[d] == 1 && shape.nb[d] <= bytes {
+            plain.nb[d] = shape.nb[d];
+        }
+    }
+    plain
+}
+
+/// A tensor that has no place yet.
 pub(crate) fn unplaced(shape: &Shape) -> abi::ggml_tensor {
-    let Shape { ty, ne, nb } = shape.with_plain_strides();
+    let Shape { ty, ne, nb } = strides(shape);
     abi::ggml_tensor {
         type_: ty as c_int,
         ne: ne.map(|n| n as i64),
@@ -232,5 +246,29 @@ impl Graph {
     /// Bytes of host memory.
     pub(crate) fn bytes(&self) -> usize {
         size_of_val(&*self.parts) + size_of_val(&*self.nodes) + self.uses.bytes() + 5 * 16 + 16
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backends_get_the_strides_of_the_guest_unless_they_are_beyond_the_tensor() {
+        let of = |ne, nb| {
+            strides(&Shape {
+                ty: Type::F32,
+                ne,
+                nb,
+            })
+            .nb
+        };
+        // The kernel of CONV_2D_DW with channels first: ggml asserts that its third stride is not
+        // larger than the first.
+        assert_eq!(of([3, 3, 1, 9], [36, 108, 36, 4]), [36, 108, 36, 4]);
+        assert_eq!(of([3, 3, 1, 9], [36, 108, 1 << 60, 4]), [36, 108, 324, 4]);
+        assert_eq!(of([8, 2, 1, 1], [4, 32, 64, 64]), [4, 32, 64, 64]);
+        // The rows of an empty tensor.
+        assert_eq!(of([0, 1, 1, 1], [4, 1 << 40, 7, 0]), [4, 0, 0, 0]);
     }
 }
