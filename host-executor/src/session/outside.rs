@@ -101,8 +101,8 @@ impl OutsideWork {
     }
 
     /// Whether long work outside of turns is to end, for a session in the state `state`. Called
-    /// between two parts of the work. Pauses where that is due, so the thread holds no lock but that
-    /// of an engine that copies shared bytes.
+    /// between two parts of the work. Pauses where that is due, so the thread holds no lock but
+    /// that of an engine that copies shared bytes.
     pub(super) fn is_over(
         &self,
         activity: &Activity,

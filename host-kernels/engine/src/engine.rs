@@ -101,7 +101,8 @@ pub trait Engine: Send + Sync + 'static {
     }
 
     /// Where the nodes of each operator are computed, by the operator's name in ggml. Empty if the
-    /// engine does not count that, or leaves nothing to others. Takes no lock and waits for nothing.
+    /// engine does not count that, or leaves nothing to others. Takes no lock, and waits for
+    /// nothing.
     fn placement(&self) -> BTreeMap<&'static str, Placed> {
         BTreeMap::new()
     }

@@ -77,8 +77,14 @@ fn missing_test(file: &str, name: &str) -> Option<String> {
     let definition = format!("fn {name}(");
     if let Some(module) = file.strip_prefix("tests/system/src/faults/") {
         let module = module.trim_end_matches(".rs");
-        let is_fault =
-            page("tests/system/src/faults/all.rs").contains(&format!("{module}::{name}"));
+        let is_in = |file: &str, call: String| page(file).contains(&call);
+        let is_fault = is_in(
+            "tests/system/src/faults/all.rs",
+            format!("{module}::{name}"),
+        ) || is_in(
+            "tests/system/src/parts/faults.rs",
+            format!("faults::{name}("),
+        );
         return (!is_fault).then(|| format!("{file}: {name} is not a fault"));
     }
     // The checks of a virtual machine, which the part calls.

@@ -19,10 +19,7 @@ const SLACK: u64 = 24 << 20;
 /// Bytes of the heap that may be added without a leak: working memory that the engine keeps for the
 /// next graph, a limited number of past tenants and hashes, and tables that have room for twice as
 /// much. docs/life-events.md has the figures.
-const HEAP_SLACK: i64 = 256 << 10;
-
-/// The same for an executor that lives through a whole run.
-const HEAP_SLACK_OF_LONG_RUN: i64 = 512 << 10;
+const HEAP_SLACK: i64 = 512 << 10;
 
 /// Bytes of the heap that a link over TCP keeps: a queue for each direction, which holds 8 MiB
 /// (`HIGH_WATER` in `transport/src/link/stream/framing.rs`).
@@ -152,14 +149,11 @@ fn mib(bytes: u64) -> f64 {
 pub(super) struct HeapCounts {
     folder: PathBuf,
     library: PathBuf,
-    /// Bytes that a heap may grow by.
-    slack: i64,
 }
 
 impl HeapCounts {
-    /// Builds the library in `scratch`, where the counts will be. `is_long_run`: executors and
-    /// programs live through the whole run.
-    pub(super) fn build(scratch: &Path, is_long_run: bool) -> Result<HeapCounts> {
+    /// Builds the library in `scratch`, where the counts will be.
+    pub(super) fn build(scratch: &Path) -> Result<HeapCounts> {
         let (folder, library) = (scratch.join("heap"), scratch.join("count_heap.so"));
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("creating {}", folder.display()))?;
@@ -170,15 +164,7 @@ impl HeapCounts {
             .arg(format!("-DHEAP_COUNTS={folder:?}"))
             .arg(workspace::root().join("tests/programs/count_heap.c"));
         process::output(&mut cc)?;
-        let slack = match is_long_run {
-            true => HEAP_SLACK_OF_LONG_RUN,
-            false => HEAP_SLACK,
-        };
-        Ok(HeapCounts {
-            folder,
-            library,
-            slack,
-        })
+        Ok(HeapCounts { folder, library })
     }
 
     /// The library to preload.
@@ -209,7 +195,7 @@ impl HeapCounts {
         let started = Instant::now();
         loop {
             let now = self.of(pid)?;
-            if now <= before + self.slack + more {
+            if now <= before + HEAP_SLACK + more {
                 return Ok(now - before);
             }
             if started.elapsed() > timeout {

@@ -110,8 +110,14 @@ fn connect(guest: TcpStream, target: u16, faults: &Arc<Faults>) -> std::io::Resu
         let faults = Arc::clone(faults);
         thread::spawn(move || {
             copy(&from, &to, direction, cuts, &faults);
-            let _ = from.shutdown(Shutdown::Both);
-            let _ = to.shutdown(Shutdown::Both);
+            let is_cut = faults.cuts.load(Ordering::Relaxed) != cuts;
+            // The other direction goes on until its end: it may have a last message.
+            let [from_ends, to_ends] = match is_cut {
+                true => [Shutdown::Both; 2],
+                false => [Shutdown::Read, Shutdown::Write],
+            };
+            let _ = from.shutdown(from_ends);
+            let _ = to.shutdown(to_ends);
         });
     }
     Ok(())

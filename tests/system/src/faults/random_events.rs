@@ -296,7 +296,7 @@ impl<'a> Soak<'a> {
         let proxy = Proxy::start(port)?;
         write_config(setup, &config, &control, 1)?;
         let freezer = Freezer::new();
-        let heaps = HeapCounts::build(setup.scratch.path(), setup.counts.keeps_executor)?;
+        let heaps = HeapCounts::build(setup.scratch.path())?;
         let executor = serve(setup, &heaps, &config, port)?;
         executor.add_to(freezer.as_ref())?;
         let folder = at("no-devices");
