@@ -27,6 +27,8 @@ pub(super) struct BeforeStart {
     install: Option<String>,
     /// Waits for the executor, as the user of the service, if the plugin is there.
     wait: Option<String>,
+    /// The variable for a service that waits: [`INSTALLED`], with the place of the plugin.
+    pub(super) environment: Option<String>,
     /// Why one of them is left out.
     pub(super) notes: Vec<String>,
 }
@@ -55,7 +57,9 @@ impl BeforeStart {
                 ..BeforeStart::default()
             });
         }
-        let install = install_command(&root, &program, &resolve(plugin)?, &absolute(lib)?);
+        let lib =
+            { std::path::absolute(lib) }.with_context(|| format!("finding {}", lib.display()))?;
+        let install = install_command(&root, &program, &resolve(plugin)?, &lib);
         let note = |reason| {
             format!(
                 "the service does not install the plugin again after an update of Ollama: \
@@ -63,9 +67,12 @@ impl BeforeStart {
             )
         };
         let notes = install.as_ref().err().map(note).into_iter().collect();
+        let installed = inside(&root, &lib.join(FOLDER).join(PLUGIN));
+        let installed = installed.filter(|path| not_for_unit(path).is_none());
         Ok(BeforeStart {
             install: install.ok(),
             wait: Some(format!("{wait} wait")),
+            environment: installed.map(|plugin| format!("{INSTALLED}={plugin}")),
             notes,
         })
     }
@@ -74,18 +81,6 @@ impl BeforeStart {
     pub(super) fn commands(&self) -> Vec<&str> {
         let all = [&self.install, &self.wait];
         all.into_iter().flatten().map(String::as_str).collect()
-    }
-
-    /// The variable for the service whose Ollama in the file system `root` is in `lib`, if the
-    /// service waits.
-    ///
-    /// # Errors
-    /// If a path cannot be resolved.
-    pub(super) fn environment(&self, root: &Path, lib: &Path) -> Result<Option<String>> {
-        let plugin = absolute(lib)?.join(FOLDER).join(PLUGIN);
-        let plugin = inside(&resolve(root)?, &plugin);
-        let plugin = plugin.filter(|path| self.wait.is_some() && not_for_unit(path).is_none());
-        Ok(plugin.map(|plugin| format!("{INSTALLED}={plugin}")))
     }
 }
 
@@ -104,11 +99,6 @@ fn program(root: &Path) -> Result<PathBuf> {
 
 fn resolve(path: &Path) -> Result<PathBuf> {
     { path.canonicalize() }.with_context(|| format!("finding {}", path.display()))
-}
-
-/// The path from the root, with its links.
-fn absolute(path: &Path) -> Result<PathBuf> {
-    { std::path::absolute(path) }.with_context(|| format!("finding {}", path.display()))
 }
 
 /// The command that installs the plugin, with all privileges of the service manager. So nobody but

@@ -139,7 +139,7 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     for note in &before_start.notes {
         println!("note     {note}");
     }
-    environment.extend(before_start.environment(&root, &ollama.found)?);
+    environment.extend(before_start.environment.clone());
     let drop_in = drop_in(&root, &environment, &before_start);
     let mut changes = vec![Change {
         target: ollama.backend_folder().join(PLUGIN),
