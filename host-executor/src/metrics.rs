@@ -192,7 +192,7 @@ type EngineFigure = (
     fn(&EngineStatus) -> f64,
 );
 
-const ENGINE_FIGURES: [EngineFigure; 9] = [
+const ENGINE_FIGURES: [EngineFigure; 10] = [
     (
         "vgpu_engine_memory_bytes",
         "Memory that guests may use in all",
@@ -204,6 +204,12 @@ const ENGINE_FIGURES: [EngineFigure; 9] = [
         "Memory that an allocation could still get",
         MetricType::Gauge,
         |engine| engine.memory_free as f64,
+    ),
+    (
+        "vgpu_engine_kept_scratch_bytes",
+        "Memory of the host that the engine keeps for the next graph",
+        MetricType::Gauge,
+        |engine| engine.kept_scratch as f64,
     ),
     (
         "vgpu_turn_age_seconds",

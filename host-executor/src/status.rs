@@ -199,6 +199,10 @@ pub struct EngineStatus {
     pub memory_total: u64,
     /// Bytes that an allocation could still get.
     pub memory_free: u64,
+    /// Bytes of the host's memory that the engine keeps for the next graph, and that no guest is
+    /// charged for.
+    #[serde(default)]
+    pub kept_scratch: u64,
     /// The GPU of this machine that the engine does not use, and why, for people.
     #[serde(default)]
     pub unused_gpu: Option<String>,

@@ -451,12 +451,16 @@ fn each_gpu_has_slices_and_a_numa_node() {
     wait_for("a NUMA node for each slice", || {
         kubelet.nodes(MEMORY).len() == slices[0] + slices[1]
     });
+    // The list of each resource is sent on its own.
+    wait_for("the NUMA nodes of both GPUs for each seat", || {
+        let nodes = kubelet.nodes(SEAT);
+        nodes.len() == SEATS && nodes.values().all(|nodes| nodes[..] == [0, 1])
+    });
     let near = kubelet.nodes(MEMORY);
     assert_eq!(
         (&near["gpu0-1Mi-0"][..], &near["gpu1-1Mi-0"][..]),
         (&[0][..], &[1][..])
     );
-    assert_eq!(kubelet.nodes(SEAT)["seat-0"], [0, 1]);
 
     // A container has its slices on one GPU, if one has enough, and sees that GPU only.
     let engine_of = |pod: &str, count: usize| {

@@ -56,6 +56,8 @@ struct EngineTotals {
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
     /// memory.
     largest: u64,
+    /// Bytes of the host's memory that the engines keep for their next graphs.
+    kept_scratch: u64,
 }
 
 impl EngineTotals {
@@ -68,6 +70,7 @@ impl EngineTotals {
             self.hang.get_or_insert_with(|| shown(hang));
         }
         self.largest = self.largest.max(engine.memory_total);
+        self.kept_scratch = self.kept_scratch.saturating_add(engine.kept_scratch);
     }
 }
 
@@ -237,6 +240,7 @@ impl Snapshot {
                 description: "a process for each guest".into(),
                 memory_total: total,
                 memory_free: total.saturating_sub(engine.memory),
+                kept_scratch: engine.kept_scratch,
                 unused_gpu: None,
                 // The supervisor reads them itself: those of a worker may be a guest's.
                 gpu: gpu.get().and_then(GpuWatch::status),

@@ -280,6 +280,7 @@ fn engine_status(device: &DeviceState, at: usize, turns: &[SessionActivity]) -> 
         description: device.engine.description().into(),
         memory_total: memory.total,
         memory_free: memory.free,
+        kept_scratch: device.engine.kept_scratch_bytes(),
         unused_gpu: None,
         gpu: device.gpu.get().and_then(GpuWatch::status),
         turn,

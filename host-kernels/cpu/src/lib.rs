@@ -183,6 +183,10 @@ impl Engine for CpuEngine {
         true
     }
 
+    fn kept_scratch_bytes(&self) -> u64 {
+        self.runner.kept_bytes() as u64
+    }
+
     fn allocation_size(&self, size: u64) -> u64 {
         region::whole_pages(size)
     }

@@ -12,7 +12,7 @@ pub(crate) enum Rank {
     Uses,
     /// The thread team, by one run at a time (`runner`).
     Running,
-    /// The memory of a thread of the team, during a run (`runner::run`).
+    /// The memory of a thread of the team, during a run (`gemm`).
     ThreadMemory,
 }
 

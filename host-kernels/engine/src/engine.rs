@@ -66,6 +66,12 @@ pub trait Engine: Send + Sync + 'static {
         true
     }
 
+    /// Bytes of the host's memory that the engine has for the next graph while none runs, and that
+    /// no guest is charged for. Takes no lock, and waits for nothing.
+    fn kept_scratch_bytes(&self) -> u64 {
+        0
+    }
+
     /// Bytes of [`memory`](Engine::memory) that an allocation of `size` bytes takes: whole pages,
     /// or whole blocks of the device.
     fn allocation_size(&self, size: u64) -> u64 {

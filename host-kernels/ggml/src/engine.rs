@@ -210,6 +210,10 @@ impl Engine for GgmlEngine {
         self.device.is_cpu
     }
 
+    fn kept_scratch_bytes(&self) -> u64 {
+        self.fallback.kept_scratch_bytes()
+    }
+
     fn allocation_size(&self, size: u64) -> u64 {
         allocation_size(size)
     }

@@ -415,6 +415,7 @@ mod tests {
                 description: "NVIDIA L4".into(),
                 memory_total: 1,
                 memory_free: 1,
+                kept_scratch: 0,
                 unused_gpu: None,
                 gpu: Some(GpuStatus {
                     address: "0000:01:00.0".into(),

@@ -29,7 +29,7 @@ pub use crate::isa::Level;
 pub use kernel::{Activation, Column, ColumnTable, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
 pub(crate) use kernel::{MAX_WEIGHTED_ROWS, WeightedRows, WeightedRowsArgs};
 pub(crate) use limits::{MAX_KEPT, MAX_PREPARED, MIN_COLUMNS, prepared_bytes};
-pub(crate) use thread_memory::ThreadMemory;
+pub(crate) use thread_memory::KeptThreadMemory;
 
 use half::bf16;
 

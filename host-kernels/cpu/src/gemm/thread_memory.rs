@@ -1,21 +1,26 @@
 //! The memory in which a thread prepares the operands of a product.
 //!
-//! A run gives each thread its memory ([`ThreadMemory::swap`]), so that the engine owns it, and no
+//! A run lends each thread its memory ([`KeptThreadMemory::lend`]), so that the engine owns it, and no
 //! thread of a session. The run also says how much a product may prepare: what its plan has
 //! announced, for which the tenant is charged.
 
 use std::cell::Cell;
 use std::panic::resume_unwind;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use vgpu_transport::lock::lock_at;
 
 use crate::gemm::limits::MAX_KEPT;
 use crate::kernel::OutOfMemory;
+use crate::lock::Rank;
 
 /// A cache line, so that the memory is aligned to one.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line([u8; 64]);
 
-/// One of the buffers of a thread, by its index in [`ThreadMemory`].
+/// One of the buffers of a thread, by its index in `ThreadMemory`.
 pub(super) struct Scratch(usize);
 
 /// The prepared activations of a product.
@@ -24,7 +29,7 @@ pub(super) const PREPARED: Scratch = Scratch(0);
 pub(super) const DECODED: Scratch = Scratch(1);
 
 /// The memory of one thread.
-pub(crate) struct ThreadMemory {
+struct ThreadMemory {
     buffers: [Vec<Line>; 2],
     /// The most bytes that a product may take of one buffer.
     limit: usize,
@@ -32,7 +37,7 @@ pub(crate) struct ThreadMemory {
 
 impl ThreadMemory {
     /// No memory yet, and no limit.
-    pub(crate) const fn new() -> ThreadMemory {
+    const fn new() -> ThreadMemory {
         ThreadMemory {
             buffers: [Vec::new(), Vec::new()],
             limit: usize::MAX,
@@ -41,22 +46,21 @@ impl ThreadMemory {
 
     /// Exchanges this memory and that of the thread. Products of this thread use `limit` bytes of
     /// each buffer at most, until the next exchange.
-    pub(crate) fn swap(&mut self, limit: usize) {
+    fn swap(&mut self, limit: usize) {
         self.limit = limit;
         let own = THREAD.replace(std::mem::take(self));
         *self = own;
     }
 
     /// Fills both buffers, for tests.
-    pub(crate) fn fill(&mut self, filler: u8) {
+    fn fill(&mut self, filler: u8) {
         for buffer in &mut self.buffers {
             buffer.fill(Line([filler; 64]));
         }
     }
 
     /// Bytes of both buffers.
-    #[cfg(test)]
-    pub(crate) fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         let lines = self.buffers.iter().map(Vec::capacity);
         lines.sum::<usize>() * size_of::<Line>()
     }
@@ -65,6 +69,36 @@ impl ThreadMemory {
 impl Default for ThreadMemory {
     fn default() -> ThreadMemory {
         ThreadMemory::new()
+    }
+}
+
+/// The memory of one thread of an engine, which is kept between runs.
+#[derive(Default)]
+pub(crate) struct KeptThreadMemory {
+    memory: Mutex<ThreadMemory>,
+    /// Its bytes at the end of the last run.
+    bytes: AtomicUsize,
+}
+
+impl KeptThreadMemory {
+    /// Calls `work` while this thread has the memory. Products use `limit` bytes of each buffer at
+    /// most.
+    pub(crate) fn lend(&self, limit: usize, work: impl FnOnce()) {
+        let mut memory = lock_at(Rank::ThreadMemory, &self.memory);
+        memory.swap(limit);
+        work();
+        memory.swap(usize::MAX);
+        self.bytes.store(memory.bytes(), Ordering::Relaxed);
+    }
+
+    /// Its bytes at the end of the last run. Waits for no run.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Fills it, for tests.
+    pub(crate) fn fill(&self, filler: u8) {
+        lock_at(Rank::ThreadMemory, &self.memory).fill(filler);
     }
 }
 
@@ -128,12 +162,11 @@ mod tests {
 
     #[test]
     fn small_memory_is_kept_and_goes_with_the_exchange() {
-        let mut lent = ThreadMemory::new();
-        lent.swap(MAX_KEPT + 64);
-        PREPARED.give_back(PREPARED.take(MAX_KEPT));
-        DECODED.give_back(DECODED.take(MAX_KEPT + 64));
-        let mut own = lent;
-        own.swap(usize::MAX);
-        assert_eq!(own.bytes(), MAX_KEPT, "the larger one was freed");
+        let kept = KeptThreadMemory::default();
+        kept.lend(MAX_KEPT + 64, || {
+            PREPARED.give_back(PREPARED.take(MAX_KEPT));
+            DECODED.give_back(DECODED.take(MAX_KEPT + 64));
+        });
+        assert_eq!(kept.bytes(), MAX_KEPT, "the larger one was freed");
     }
 }

@@ -16,7 +16,7 @@ use vgpu_transport::lock::{get_mut, into_inner, lock, lock_at};
 
 use crate::barrier_schedule::Phase;
 use crate::batch::{BatchKeys, MAX_BATCH, Membership};
-use crate::gemm::ThreadMemory;
+use crate::gemm::KeptThreadMemory;
 use crate::kernel::{EarlyExit, ThreadProgress};
 use crate::lock::Rank;
 use crate::thread_team::{Barrier, ThreadTeam};
@@ -45,8 +45,10 @@ pub(crate) struct Runner {
     running: Mutex<()>,
     /// Scratch memories that no run owns, the most recently used last.
     scratch: Mutex<Vec<Scratch>>,
+    /// Bytes of `scratch`, for those who may not wait.
+    free_bytes: AtomicUsize,
     /// For each thread of a run, the memory in which it prepares the operands of products.
-    thread_memory: Vec<Mutex<ThreadMemory>>,
+    thread_memory: Vec<KeptThreadMemory>,
     /// Whether each run begins with other contents of working memory, for tests.
     pub(crate) fills_scratch: bool,
     /// The runs so far that have filled their working memory.
@@ -69,12 +71,13 @@ impl Runner {
     /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
     pub(crate) fn new(threads: usize, cpu_sets: &[CpuSet]) -> Result<Runner, EngineError> {
         let team = ThreadTeam::new(threads, cpu_sets)?;
-        let thread_memory = (0..team.size()).map(|_| Mutex::default()).collect();
+        let thread_memory = (0..team.size()).map(|_| KeptThreadMemory::default());
         Ok(Runner {
             team,
             running: Mutex::default(),
             scratch: Mutex::default(),
-            thread_memory,
+            free_bytes: AtomicUsize::new(0),
+            thread_memory: thread_memory.collect(),
             fills_scratch: false,
             filled: AtomicUsize::new(0),
             keys: BatchKeys::default(),
@@ -92,6 +95,21 @@ impl Runner {
         self.team.size()
     }
 
+    /// Bytes of working memory that no run owns, and that are kept for later runs. Takes no lock.
+    pub(crate) fn kept_bytes(&self) -> usize {
+        let threads = self.thread_memory.iter().map(KeptThreadMemory::bytes);
+        threads.sum::<usize>() + self.free_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Calls `change` with the scratch memories that no run owns.
+    fn with_free<T>(&self, change: impl FnOnce(&mut Vec<Scratch>) -> T) -> T {
+        let mut free = lock(&self.scratch);
+        let result = change(&mut free);
+        let bytes = free.iter().map(Scratch::bytes).sum();
+        self.free_bytes.store(bytes, Ordering::Relaxed);
+        result
+    }
+
     /// A run that begins with the first phase.
     ///
     /// # Errors
@@ -102,7 +120,7 @@ impl Runner {
         activation_bytes: usize,
         prepared: usize,
     ) -> Result<RunState, RunError> {
-        let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
+        let mut scratch = self.with_free(Vec::pop).unwrap_or_default();
         let scratch_lines = scratch_bytes.div_ceil(64);
         let lines = scratch_lines.saturating_add(activation_bytes.div_ceil(64));
         if lines > scratch.lines.len() {
@@ -119,7 +137,7 @@ impl Runner {
             let filler = FILLERS[run % FILLERS.len()];
             scratch.lines.fill(filler);
             for memory in &self.thread_memory {
-                lock(memory).fill(filler);
+                memory.fill(filler);
             }
         }
         scratch.progress.resize_with(self.workers(), Mutex::default);
@@ -329,16 +347,17 @@ impl Runner {
 
     /// Frees the scratch memory of a plan that ends. Small memory is kept.
     pub(crate) fn trim(&self) {
-        lock(&self.scratch).retain(|scratch| scratch.bytes() <= MAX_IDLE_BYTES);
+        self.with_free(|free| free.retain(|scratch| scratch.bytes() <= MAX_IDLE_BYTES));
     }
 
     /// Keeps scratch memory for later runs, or frees it.
     fn give_back(&self, scratch: Scratch) {
-        let mut free = lock(&self.scratch);
-        let bytes: usize = free.iter().map(Scratch::bytes).sum();
-        let fits = bytes.saturating_add(scratch.bytes()) <= MAX_FREE_BYTES;
-        if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES && fits {
-            free.push(scratch);
-        }
+        self.with_free(|free| {
+            let bytes: usize = free.iter().map(Scratch::bytes).sum();
+            let fits = bytes.saturating_add(scratch.bytes()) <= MAX_FREE_BYTES;
+            if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES && fits {
+                free.push(scratch);
+            }
+        });
     }
 }

@@ -7,16 +7,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use vgpu_engine::{RunError, Turn};
-use vgpu_transport::lock::{into_inner, lock, lock_at};
+use vgpu_transport::lock::{into_inner, lock};
 
 use super::scratch::Scratch;
 use crate::barrier_schedule::Phase;
 use crate::batch::MAX_BATCH;
-use crate::gemm::ThreadMemory;
+use crate::gemm::KeptThreadMemory;
 use crate::kernel::{
     EarlyExit, Fault, JointMember, KernelMemory, KernelPosition, ThreadProgress, ThreadTurn, Worker,
 };
-use crate::lock::Rank;
 use crate::thread_team::Barrier;
 
 /// A run between two turns.
@@ -80,7 +79,7 @@ pub(super) struct Run<'a> {
     /// The most bytes that a product of any member may prepare in each buffer of a thread.
     pub(super) prepared: usize,
     /// The memory of the runner in which each thread prepares the operands of products.
-    pub(super) thread_memory: &'a [Mutex<ThreadMemory>],
+    pub(super) thread_memory: &'a [KeptThreadMemory],
 }
 
 /// One graph of a run.
@@ -204,12 +203,11 @@ impl Run<'_> {
     /// the bytes at its `activations` in it. Only this run accesses them. The counters are as
     /// before phase `first`. The joint kernels of each phase have one key.
     pub(super) unsafe fn work(&self, index: usize, count: usize) {
-        let mut memory = lock_at(Rank::ThreadMemory, &self.thread_memory[index]);
-        memory.swap(self.prepared);
-        // SAFETY: the caller guarantees an index of its own below `count` to each thread, and that
-        // only this run accesses the members' memory.
-        unsafe { self.run_phases(index, count) };
-        memory.swap(usize::MAX);
+        self.thread_memory[index].lend(self.prepared, || {
+            // SAFETY: the caller guarantees an index of its own below `count` to each thread, and
+            // that only this run accesses the members' memory.
+            unsafe { self.run_phases(index, count) };
+        });
     }
 
     /// # Safety

@@ -188,13 +188,16 @@ fn scratch_memory_that_does_not_exist_is_an_error_and_large_memory_is_not_kept()
         "{error:?}"
     );
     for (bytes, kept) in [(2 * MAX_KEPT_BYTES, 0), (MAX_KEPT_BYTES, 1)] {
-        lock(&runner.scratch).clear();
+        runner.with_free(Vec::clear);
         let state = runner.start(bytes, 0, 0).unwrap();
+        assert_eq!(runner.kept_bytes(), 0, "a run owns it");
         // SAFETY: the kernel needs no memory.
         let left = unsafe { runner.run(&[phase(|_| Ok(()))], state, &Turn::new()) };
         assert!(left.unwrap().is_none());
         assert_eq!(lock(&runner.scratch).len(), kept, "{bytes}");
+        assert_eq!(runner.kept_bytes(), kept * bytes);
         runner.trim();
+        assert_eq!(runner.kept_bytes(), 0);
         assert!(
             lock(&runner.scratch).is_empty(),
             "{bytes}: the plan is gone"

@@ -16,10 +16,9 @@ use xtask_common::workspace;
 /// slack.
 const SLACK: u64 = 24 << 20;
 
-/// Bytes of the heap that may be added without a leak: working memory that the engine keeps for the
-/// next graph, a limited number of past tenants and hashes, and tables that have room for twice as
-/// much. docs/life-events.md has the figures.
-const HEAP_SLACK: i64 = 512 << 10;
+/// Bytes of the heap that may be added without a leak: a limited number of past tenants and hashes,
+/// and tables that have room for twice as much. docs/life-events.md has the figures.
+const HEAP_SLACK: i64 = 256 << 10;
 
 /// Bytes of the heap that a link over TCP keeps: a queue for each direction, which holds 8 MiB
 /// (`HIGH_WATER` in `transport/src/link/stream/framing.rs`).

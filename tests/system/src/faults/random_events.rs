@@ -942,13 +942,14 @@ impl<'a> Soak<'a> {
         ExecutorStatus::parse(&self.vgpu(&["ps", "--json"])?)
     }
 
-    /// Waits until the executor says of itself what it has said before.
-    fn expect_status(&self) -> Result<()> {
+    /// Waits until the executor has as many sessions and as much free memory as before. Returns
+    /// what it says of itself.
+    fn expect_status(&self) -> Result<ExecutorStatus> {
         let began = Instant::now();
         loop {
             let now = self.executor_status()?;
-            if now == self.status {
-                return Ok(());
+            if (now.sessions, now.free) == (self.status.sessions, self.status.free) {
+                return Ok(now);
             }
             ensure!(
                 began.elapsed() < SILENCE + SLOW_MACHINE,
@@ -960,16 +961,18 @@ impl<'a> Soak<'a> {
     }
 
     /// Executor and programs hold no more than before. No program works now. Returns the bytes by
-    /// which the heap of the executor has grown.
+    /// which the heap of the executor has grown, but for the engine's working memory.
     fn compare_resources(&mut self) -> Result<i64> {
         self.compared += 1;
         if !self.compared.is_multiple_of(WAITING) {
             self.end_dead_sessions()?;
         }
-        self.expect_status()?;
+        let status = self.expect_status()?;
         let (pid, heaps) = (self.executor.pid(), &self.heaps);
         // The heap first: what the C library keeps of freed memory is no leak of ours.
-        let grown = heaps.expect_no_more(pid, (self.heap, 0), "the executor", HANG)?;
+        let scratch = status.kept_scratch - self.status.kept_scratch;
+        let grown = heaps.expect_no_more(pid, (self.heap, scratch), "the executor", HANG)?;
+        let grown = grown - scratch;
         expect_no_more(pid, &self.before, "the executor", HANG)
             .with_context(|| format!("its heap has grown by {grown} bytes"))?;
         self.most_heap.0 = self.most_heap.0.max(grown);
@@ -1109,11 +1112,13 @@ fn wait_until_settled(model: &Path, progress: &Progress) -> Result<()> {
 }
 
 /// What an executor says of itself in `vgpu ps`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default)]
 struct ExecutorStatus {
     sessions: usize,
     /// Bytes of the engine's memory that an allocation could get.
     free: u64,
+    /// Bytes of working memory that the engine keeps for the next graph.
+    kept_scratch: i64,
 }
 
 impl ExecutorStatus {
@@ -1121,17 +1126,19 @@ impl ExecutorStatus {
     fn parse(text: &str) -> Result<ExecutorStatus> {
         let status: Value = serde_json::from_str(text).context("parsing `vgpu ps --json`")?;
         let free = status["engine"]["memory_free"].as_u64();
+        let kept_scratch = status["engine"]["kept_scratch"].as_i64();
         let sessions = status["sessions"].as_array().map(Vec::len);
         Ok(ExecutorStatus {
             sessions: sessions.context("no sessions in `vgpu ps --json`")?,
             free: free.context("no memory in `vgpu ps --json`")?,
+            kept_scratch: kept_scratch.context("no working memory in `vgpu ps --json`")?,
         })
     }
 }
 
 impl fmt::Display for ExecutorStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ExecutorStatus { sessions, free } = self;
+        let ExecutorStatus { sessions, free, .. } = self;
         write!(f, "{sessions} sessions and {free} bytes free")
     }
 }

@@ -206,6 +206,7 @@ mod tests {
                 description: String::new(),
                 memory_total: 0,
                 memory_free: 0,
+                kept_scratch: 0,
                 unused_gpu: None,
                 gpu: None,
                 turn: None,
