@@ -128,7 +128,6 @@ impl GraphCache {
     }
 
     /// The next graph gets the id after `last`.
-    #[cfg(all(test, feature = "inproc"))]
     pub(crate) fn set_last_id(&mut self, last: u64) {
         self.last_id = last;
     }

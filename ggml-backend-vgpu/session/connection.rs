@@ -71,19 +71,20 @@ pub(super) struct HostBufferRange {
 }
 
 impl Connection {
-    /// A connection after the handshake, which was request 1.
+    /// A connection after the handshake, which was request 1. Its ids are those after `last_id`.
     pub(super) fn new(
         end: Box<dyn GuestEnd>,
         protocol: ProtocolVersion,
         waits: Arc<Waits>,
+        last_id: u64,
     ) -> Connection {
         Connection {
             end,
             protocol,
             owner: Owner::current(),
             message: Vec::new(),
-            last_buffer: 0,
-            last_backend: 0,
+            last_buffer: last_id,
+            last_backend: last_id,
             sent: 1,
             answered: 0,
             last_staged: 0,

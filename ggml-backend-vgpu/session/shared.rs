@@ -46,14 +46,17 @@ impl SharedConnection {
         } = welcome;
         let name = format!("session {session} with the executor ({engine})");
         let waits = Waits::of(&name, end.watch());
-        let connection = Connection::new(end, *protocol, Arc::clone(&waits));
+        let last_id = last_id();
+        let connection = Connection::new(end, *protocol, Arc::clone(&waits), last_id);
+        let mut graphs = GraphCache::default();
+        graphs.set_last_id(last_id);
         SharedConnection {
             name,
             waits,
             lost: OnceLock::new(),
             owner: Owner::current(),
             is_fork_logged: AtomicBool::new(false),
-            graphs: RankedMutex::new(Rank::Graphs, GraphCache::default()),
+            graphs: RankedMutex::new(Rank::Graphs, graphs),
             connection: RankedMutex::new(Rank::Connection, connection),
         }
     }
@@ -219,4 +222,12 @@ impl SharedConnection {
             fail_fast::end_process_if_enabled(&format!("the executor is lost: {reason}"));
         }
     }
+}
+
+/// The id that counts as the last one when a session begins: 0, or such that `VGPU_IDS_LEFT` ids
+/// are left.
+fn last_id() -> u64 {
+    let left = std::env::var("VGPU_IDS_LEFT").ok();
+    let left = left.and_then(|left| left.parse::<u64>().ok());
+    left.map_or(0, |left| u64::MAX - left)
 }

@@ -409,26 +409,33 @@ fn memory_is_reported_while_a_graph_runs() {
     assert_reported();
 }
 
-/// A graph and an upload take the locks of the upload and of the connection in the same order.
+/// A graph and an upload of one buffer take the locks of the upload and of the connection in the
+/// same order.
 #[test]
 fn graphs_and_uploads_of_two_threads_do_not_deadlock() {
+    const ROUNDS: usize = 200;
     let executors = Executors::new();
     let session = executors.open("one");
     let data = data(MIN_EXTENT);
+    let buffers: Vec<_> = (0..ROUNDS)
+        .map(|_| session.alloc(MIN_EXTENT).unwrap())
+        .collect();
+    let begin = Arc::new(std::sync::Barrier::new(2));
     let (done, waiting) = std::sync::mpsc::channel();
     for uploads in [true, false] {
         let (session, data, done) = (Arc::clone(&session), data.clone(), done.clone());
+        let (buffers, begin) = (buffers.clone(), Arc::clone(&begin));
         std::thread::spawn(move || {
             let backend = session.open_backend().unwrap();
             let mut image = GraphImage::default();
-            for _ in 0..200 {
-                let to = session.alloc(MIN_EXTENT).unwrap();
+            for buffer in &buffers {
+                begin.wait();
                 if uploads {
-                    session.write(&to, 0, data[..].into(), true).unwrap();
+                    session.write(buffer, 0, data[..].into(), true).unwrap();
                 } else {
                     session.submit_known(backend, None, 0).unwrap();
                     image.encode(&Graph {
-                        buffers: vec![to.id()],
+                        buffers: vec![buffer.id()],
                         ..Graph::default()
                     });
                     session
@@ -437,18 +444,20 @@ fn graphs_and_uploads_of_two_threads_do_not_deadlock() {
                             None,
                             0,
                             &mut image,
-                            &[Arc::clone(&to)],
+                            &[Arc::clone(buffer)],
                             Instant::now(),
                         )
                         .unwrap();
                 }
-                session.free(&to).unwrap();
             }
             done.send(()).unwrap();
         });
     }
     for _ in 0..2 {
         waiting.recv_timeout(Duration::from_secs(60)).unwrap();
+    }
+    for buffer in &buffers {
+        session.free(buffer).unwrap();
     }
 }
 

@@ -245,9 +245,18 @@ fn a_guest_that_stalls_while_it_loads_delays_others_for_a_limited_time() {
                 stalling.fence();
             });
             has_stalled.recv_timeout(TIMEOUT).expect("half a load");
+            let status = host.server.status_handle();
             thread::scope(|scope| {
-                for (guest, buffer) in &mut guests {
-                    scope.spawn(|| load(guest, *buffer, model));
+                let others = guests.iter_mut();
+                let loads: Vec<_> = others
+                    .map(|(guest, buffer)| scope.spawn(|| load(guest, *buffer, model)))
+                    .collect();
+                // Who waits for whom. Sessions have the numbers from 1 on.
+                let waits = "waits for the upload of the same weights by session 1, request ";
+                while !status.dump().contains(waits) {
+                    let are_done = loads.iter().all(thread::ScopedJoinHandle::is_finished);
+                    assert!(!are_done, "no session has waited");
+                    thread::sleep(Duration::from_millis(1));
                 }
             });
             goes_on.send(()).expect("the first guest waits");

@@ -39,6 +39,7 @@ impl ThreadState {
             ThreadState::CallsEngine => "calls the engine",
             ThreadState::Compiles => "receives or compiles a graph",
             ThreadState::WaitsForEngine => "waits for the engine",
+            ThreadState::WaitsForUpload => "waits for the upload of the same weights",
             ThreadState::Pauses => "pauses: its guest has worked much outside of turns",
             ThreadState::Replies => "sends a reply",
             ThreadState::Ends => "frees the memory of the session",
@@ -48,8 +49,7 @@ impl ThreadState {
 
 impl ThreadNow {
     /// Whether the engine may be called, and nothing else can take long. A compilation is one: it
-    /// begins when the graph is complete, and limits bound the size of a graph. A write waits for
-    /// another guest for seconds at most.
+    /// begins when the graph is complete, and limits bound the size of a graph.
     pub(super) fn is_engine_call(&self) -> bool {
         match self.state {
             ThreadState::Pins
@@ -66,6 +66,7 @@ impl ThreadNow {
             | ThreadState::FirstMessage
             | ThreadState::Idle
             | ThreadState::WaitsForEngine
+            | ThreadState::WaitsForUpload
             | ThreadState::Pauses
             | ThreadState::Replies => false,
         }
@@ -75,6 +76,9 @@ impl ThreadNow {
 impl fmt::Display for ThreadNow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.state.text())?;
+        if let Some(session) = self.awaited {
+            write!(f, " by session {session}")?;
+        }
         match self.request {
             Some(RequestNow { number, kind, .. }) => write!(f, ", request {number} ({kind})"),
             None => Ok(()),

@@ -45,6 +45,8 @@ pub(crate) enum ThreadState {
     Compiles,
     /// Waits for a turn on the engine.
     WaitsForEngine,
+    /// Waits for the session of another program, which uploads the same weights.
+    WaitsForUpload,
     /// Does nothing for a while, as its guest has worked much outside of turns.
     Pauses,
     /// Sends a reply; waits if the guest takes none.
@@ -66,6 +68,7 @@ impl ThreadState {
             | ThreadState::FirstMessage
             | ThreadState::Idle
             | ThreadState::WaitsForEngine
+            | ThreadState::WaitsForUpload
             | ThreadState::Pauses
             | ThreadState::Replies => false,
         }
@@ -73,7 +76,7 @@ impl ThreadState {
 }
 
 /// By number.
-const THREAD_STATES: [ThreadState; 11] = [
+const THREAD_STATES: [ThreadState; 12] = [
     ThreadState::Handshake,
     ThreadState::FirstMessage,
     ThreadState::Pins,
@@ -82,6 +85,7 @@ const THREAD_STATES: [ThreadState; 11] = [
     ThreadState::CallsEngine,
     ThreadState::Compiles,
     ThreadState::WaitsForEngine,
+    ThreadState::WaitsForUpload,
     ThreadState::Pauses,
     ThreadState::Replies,
     ThreadState::Ends,
@@ -107,8 +111,8 @@ const OP: usize = 3;
 const WHO: usize = 2 + GUEST + ENDPOINT;
 
 /// The words of what is done: state and kind of request, request, since when, since when the
-/// request, its turns that are over, nanoseconds that they were queued.
-const NOW: usize = 6;
+/// request, its turns that are over, nanoseconds that they were queued, the session that is awaited.
+const NOW: usize = 7;
 
 /// The words of a turn: since when (0: none), request, graph, nodes, node, operator.
 const TURN: usize = 5 + OP;
@@ -150,6 +154,8 @@ pub(crate) struct Activity {
     /// The request that was published last. One thread writes, so no type that several threads
     /// could share.
     last: Cell<RequestWords>,
+    /// The session that is served, by its number. 0 before it has one.
+    session: Cell<u64>,
     outside: OutsideTime,
 }
 
@@ -255,6 +261,9 @@ pub(crate) struct ThreadNow {
     pub(crate) state: ThreadState,
     /// The request that is executed or answered.
     pub(crate) request: Option<RequestNow>,
+    /// The session that the thread waits for, by its number, in
+    /// [`WaitsForUpload`](ThreadState::WaitsForUpload).
+    pub(crate) awaited: Option<u64>,
     /// When the state began, on the clock of the activities.
     pub(crate) since: u64,
     /// How long.
@@ -318,6 +327,7 @@ impl Activities {
             all: Arc::clone(self),
             record: free,
             last: Cell::default(),
+            session: Cell::default(),
             outside: OutsideTime::default(),
         };
         if let Some(record) = activity.record() {
@@ -358,27 +368,29 @@ impl ActivityRecord {
         let age = |since: u64| Duration::from_nanos(time.saturating_sub(since));
         let who = self.who.read().unwrap_or_default();
         let program = text_of(&self.program.read().unwrap_or_default());
-        let now = { self.now.read() }.map(|[what, number, since, began, turns, queued]| {
-            let state = THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()];
-            let waits = match state {
-                ThreadState::WaitsForEngine => age(since),
-                _ => Duration::ZERO,
-            };
-            let request = (what >> 8).checked_sub(1).map(|kind| RequestNow {
-                number,
-                kind: RequestKind::name_of(kind as usize),
-                since: began,
-                age: age(began),
-                turns,
-                queued: Duration::from_nanos(queued).saturating_add(waits),
+        let now =
+            { self.now.read() }.map(|[what, number, since, began, turns, queued, awaited]| {
+                let state = THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()];
+                let waits = match state {
+                    ThreadState::WaitsForEngine => age(since),
+                    _ => Duration::ZERO,
+                };
+                let request = (what >> 8).checked_sub(1).map(|kind| RequestNow {
+                    number,
+                    kind: RequestKind::name_of(kind as usize),
+                    since: began,
+                    age: age(began),
+                    turns,
+                    queued: Duration::from_nanos(queued).saturating_add(waits),
+                });
+                ThreadNow {
+                    state,
+                    request,
+                    awaited: (awaited != 0).then_some(awaited),
+                    since,
+                    age: age(since),
+                }
             });
-            ThreadNow {
-                state,
-                request,
-                since,
-                age: age(since),
-            }
-        });
         let turn = self.turn.read().filter(|words| words[0] != 0);
         let turn = turn.map(|[since, request, graph, nodes, node, op @ ..]| {
             let op = text_of(&op);
@@ -417,6 +429,7 @@ impl Activity {
 
     /// Who is served.
     pub(crate) fn identify(&self, id: u64, guest: &str, endpoint: &str, pid: Option<i32>) {
+        self.session.set(id);
         let Some(record) = self.record() else { return };
         let mut who = [0; WHO];
         who[0] = id;
@@ -424,6 +437,11 @@ impl Activity {
         who[2..2 + GUEST].copy_from_slice(&words_of::<GUEST>(guest));
         who[2 + GUEST..].copy_from_slice(&words_of::<ENDPOINT>(endpoint));
         record.who.write(who);
+    }
+
+    /// The session that is served, by its number. 0 before it has one.
+    pub(crate) fn session(&self) -> u64 {
+        self.session.get()
     }
 
     /// The device of the session, by its index.
@@ -452,12 +470,12 @@ impl Activity {
 
     /// The thread begins something that is no part of a request.
     pub(crate) fn set(&self, state: ThreadState) {
-        self.publish(state, None);
+        self.publish(state, None, 0);
     }
 
     /// The thread begins a part of a request.
     pub(crate) fn request(&self, state: ThreadState, kind: RequestKind, request: u64) {
-        self.publish(state, Some((kind.number() as u64 + 1, request)));
+        self.publish(state, Some((kind.number() as u64 + 1, request)), 0);
         if let Some(record) = self.record() {
             record.received.store(request, Ordering::Relaxed);
         }
@@ -466,12 +484,18 @@ impl Activity {
     /// The thread begins another part of the same request.
     pub(crate) fn continue_request(&self, state: ThreadState) {
         let RequestWords { kind, number, .. } = self.last.get();
-        self.publish(state, Some((kind, number)));
+        self.publish(state, Some((kind, number)), 0);
     }
 
-    /// Publishes a state, and the request that it is a part of: its kind and its number. Another
-    /// request than before begins now.
-    fn publish(&self, state: ThreadState, request: Option<(u64, u64)>) {
+    /// The thread begins to wait, in the same request, for what the session `awaited` uploads.
+    pub(crate) fn wait_for_upload_of(&self, awaited: u64) {
+        let RequestWords { kind, number, .. } = self.last.get();
+        self.publish(ThreadState::WaitsForUpload, Some((kind, number)), awaited);
+    }
+
+    /// Publishes a state, the request that it is a part of, by its kind and its number, and the
+    /// session that the thread waits for, 0 for none. Another request than before begins now.
+    fn publish(&self, state: ThreadState, request: Option<(u64, u64)>, awaited: u64) {
         let time = self.all.time();
         self.outside.change(state.is_work(), time);
         let (kind, number) = request.unwrap_or_default();
@@ -493,7 +517,8 @@ impl Activity {
         } = last;
         let Some(record) = self.record() else { return };
         let what = state as u64 | kind << 8;
-        record.now.write([what, number, time, since, turns, queued]);
+        let words = [what, number, time, since, turns, queued, awaited];
+        record.now.write(words);
         record.steps.fetch_add(1, Ordering::Relaxed);
     }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use vgpu_engine::{EngineError, Extent, Memory};
 use vgpu_transport::bytes::Bytes;
 
+use crate::activity::{Activity, ThreadState};
 use crate::weights::SessionStore;
 use crate::weights::uploads::{
     CandidateExtents, FIRST_BYTES, FollowedUpload, Locked, MAX_COMPARED, UploadLeader,
@@ -31,6 +32,8 @@ const MIN_RATE: u64 = 128 << 20;
 
 /// An extent that the guest has named and uploads from its first byte to its last.
 pub(super) struct ExtentUpload {
+    /// The session that uploads, by its number.
+    session: u64,
     range: Span,
     /// Bytes that the guest has sent.
     done: u64,
@@ -39,8 +42,6 @@ pub(super) struct ExtentUpload {
     left: Vec<Weak<dyn Extent>>,
     ours: Vec<u8>,
     theirs: Vec<u8>,
-    /// How long the session has waited for other guests.
-    waited: Duration,
 }
 
 /// Bytes of the buffer.
@@ -73,16 +74,16 @@ pub(super) enum WriteOutcome {
 }
 
 impl ExtentUpload {
-    /// The extent of `len` bytes at `offset` of its buffer has been named.
-    pub(super) fn new(offset: u64, len: u64) -> ExtentUpload {
+    /// The session `session` has named the extent of `len` bytes at `offset` of its buffer.
+    pub(super) fn new(session: u64, offset: u64, len: u64) -> ExtentUpload {
         ExtentUpload {
+            session,
             range: Span { offset, len },
             done: 0,
             role: Role::Named,
             left: Vec::new(),
             ours: Vec::new(),
             theirs: Vec::new(),
-            waited: Duration::ZERO,
         }
     }
 
@@ -106,7 +107,8 @@ impl ExtentUpload {
     }
 
     /// Takes the next bytes of the extent from `rest`. Waits for another guest at most as long as
-    /// `wait_left` says, from which the time is subtracted.
+    /// `wait_left` says, from which the time is subtracted. `activity`: of the session, which
+    /// executes a request.
     ///
     /// # Errors
     /// What the engine reports.
@@ -114,6 +116,7 @@ impl ExtentUpload {
         &mut self,
         memory: &dyn Memory,
         store: &SessionStore,
+        activity: &Activity,
         wait_left: &mut Duration,
         rest: &mut Bytes<'_>,
     ) -> Result<WriteOutcome, EngineError> {
@@ -130,7 +133,7 @@ impl ExtentUpload {
                     self.advance(rest.len(), rest);
                 }
                 Role::Follows(..) => {
-                    if !self.follow(wait_left, rest)? {
+                    if !self.follow(activity, wait_left, rest)? {
                         return Ok(WriteOutcome::Differs);
                     }
                 }
@@ -147,11 +150,6 @@ impl ExtentUpload {
             Role::Named | Role::Leads(_) | Role::Alone => 0,
         };
         Ok(WriteOutcome::Complete { shared })
-    }
-
-    /// How long the session has waited for other guests since the last call.
-    pub(super) fn take_waited(&mut self) -> Duration {
-        std::mem::take(&mut self.waited)
     }
 
     /// Whether other uploads have the bytes so far, or can have them.
@@ -204,6 +202,7 @@ impl ExtentUpload {
     /// this upload still follows that one.
     fn follow(
         &mut self,
+        activity: &Activity,
         wait_left: &mut Duration,
         rest: &mut Bytes<'_>,
     ) -> Result<bool, EngineError> {
@@ -214,10 +213,10 @@ impl ExtentUpload {
         if followed.extent.filled() <= self.done {
             let limit = (*wait_left).min(MAX_WAIT);
             let began = Instant::now();
+            activity.wait_for_upload_of(followed.session);
             followed.wait(self.done, limit);
-            let waited = began.elapsed();
-            *wait_left = wait_left.saturating_sub(waited);
-            self.waited += waited;
+            activity.continue_request(ThreadState::Executes);
+            *wait_left = wait_left.saturating_sub(began.elapsed());
         }
         let available = followed.extent.filled().saturating_sub(self.done);
         let comparable = rest
@@ -295,7 +294,7 @@ impl ExtentUpload {
             }
             // The next bytes are appended before others look, so that they have some to compare.
             memory.append(&extent, *rest)?;
-            self.role = Role::Leads(list.add(&extent));
+            self.role = Role::Leads(list.add(&extent, self.session));
             self.advance(rest.len(), rest);
             return Ok(());
         }

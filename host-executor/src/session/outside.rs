@@ -39,8 +39,6 @@ pub(super) struct OutsideWork {
     is_host_memory: bool,
     /// The processor time of the thread when work was counted last.
     counted: Cell<Duration>,
-    /// How long requests have waited for other guests since then.
-    waited: Cell<Duration>,
 }
 
 impl OutsideWork {
@@ -55,13 +53,7 @@ impl OutsideWork {
             tenant: Arc::clone(tenant),
             is_host_memory,
             counted: Cell::default(),
-            waited: Cell::default(),
         }
-    }
-
-    /// A request has waited for another guest, which is no work.
-    pub(super) fn waited(&self, time: Duration) {
-        self.waited.set(self.waited.get() + time);
     }
 
     /// The thread of the session begins to serve it. What it has done before does not count.
@@ -122,9 +114,7 @@ impl OutsideWork {
     fn take(&self, activity: &Activity) -> Duration {
         let now = processor_time();
         let ran = now.saturating_sub(self.counted.replace(now));
-        let mut worked = activity.take_worked();
-        worked.outside = worked.outside.saturating_sub(self.waited.take());
-        outside_of_turns(worked, ran, self.is_host_memory)
+        outside_of_turns(activity.take_worked(), ran, self.is_host_memory)
     }
 
     fn pause(&self, activity: &Activity, took: Duration, is_over: &dyn Fn() -> bool) {

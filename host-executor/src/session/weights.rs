@@ -418,7 +418,7 @@ impl Session {
         if weights.extents.len() > MAX_EXTENTS {
             return Err(Violation::TooManyExtents(range.buffer).into());
         }
-        let upload = ExtentUpload::new(range.offset, range.len);
+        let upload = ExtentUpload::new(self.activity.session(), range.offset, range.len);
         self.weights.uploads.insert(range.buffer, upload);
         Ok(())
     }
@@ -456,8 +456,7 @@ impl Session {
         }
         let wait_left = &mut weights.wait_left;
         let mut rest = data;
-        let mut outcome = upload.write(memory, store, wait_left, &mut rest);
-        self.outside.waited(upload.take_waited());
+        let mut outcome = upload.write(memory, store, &self.activity, wait_left, &mut rest);
         if matches!(outcome, Ok(WriteOutcome::Differs)) {
             // The link, which has the payload, is asked for its guest meanwhile.
             let mut payload = vec![0; rest.len()];
@@ -475,8 +474,7 @@ impl Session {
             let mut rest = Bytes::from(&payload[..]);
             while matches!(outcome, Ok(WriteOutcome::Differs)) {
                 outcome = { upload.leave(memory, &mut rest, &is_over) }
-                    .and_then(|()| upload.write(memory, store, wait_left, &mut rest));
-                outside.waited(upload.take_waited());
+                    .and_then(|()| upload.write(memory, store, activity, wait_left, &mut rest));
             }
             end_check.check()?;
         }

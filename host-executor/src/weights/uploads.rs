@@ -88,6 +88,8 @@ pub(crate) struct List {
 #[derive(Clone)]
 struct Upload {
     extent: Weak<dyn Extent>,
+    /// The session that uploads it, by its number.
+    session: u64,
     upload_end: Arc<UploadEnd>,
 }
 
@@ -95,6 +97,8 @@ struct Upload {
 #[derive(Clone)]
 pub(crate) struct FollowedUpload {
     pub(crate) extent: Arc<dyn Extent>,
+    /// The session that uploads it, by its number.
+    pub(crate) session: u64,
     upload_end: Arc<UploadEnd>,
 }
 
@@ -168,7 +172,11 @@ impl CandidateExtents {
         let followed = |upload: &Upload| {
             let extent = upload.extent.upgrade()?;
             let upload_end = Arc::clone(&upload.upload_end);
-            Some(FollowedUpload { extent, upload_end })
+            Some(FollowedUpload {
+                extent,
+                session: upload.session,
+                upload_end,
+            })
         };
         let extents = list.uploads.iter().filter_map(followed).collect();
         Some((extents, list.added))
@@ -203,8 +211,8 @@ impl CandidateExtents {
 }
 
 impl List {
-    /// Adds an extent that this session uploads, unless the list is full.
-    pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>) -> UploadLeader {
+    /// Adds an extent that the session with the number `session` uploads, unless the list is full.
+    pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>, session: u64) -> UploadLeader {
         let lead = UploadLeader {
             extent: Arc::clone(extent),
             upload_end: Arc::default(),
@@ -213,6 +221,7 @@ impl List {
         if self.uploads.len() < MAX_COMPARED {
             self.uploads.push(Upload {
                 extent: Arc::downgrade(extent),
+                session,
                 upload_end: Arc::clone(&lead.upload_end),
             });
             self.added += 1;

@@ -25,6 +25,7 @@ pub(super) enum Event {
     ExecutorStoppedForLong,
     ExecutorFrozen,
     ModelsLoadedAgain,
+    IdsUsedUp,
     QuotaExceeded,
     Reloaded,
     Observed,
@@ -43,7 +44,7 @@ pub(super) enum Event {
 }
 
 /// How often each event happens, in relation to the others.
-const WEIGHTS: [(Event, u64); 27] = [
+const WEIGHTS: [(Event, u64); 28] = [
     (Event::Nothing, 3),
     (Event::GuestKilled, 10),
     (Event::GuestStopped, 6),
@@ -56,6 +57,7 @@ const WEIGHTS: [(Event, u64); 27] = [
     (Event::ExecutorStoppedForLong, 1),
     (Event::ExecutorFrozen, 4),
     (Event::ModelsLoadedAgain, 6),
+    (Event::IdsUsedUp, 4),
     (Event::QuotaExceeded, 6),
     (Event::Reloaded, 6),
     (Event::Observed, 6),
@@ -193,6 +195,7 @@ impl Event {
             | Event::ExecutorStopped
             | Event::ExecutorFrozen
             | Event::ModelsLoadedAgain
+            | Event::IdsUsedUp
             | Event::QuotaExceeded
             | Event::Reloaded
             | Event::Observed
@@ -224,6 +227,7 @@ impl fmt::Display for Event {
             Event::ExecutorStoppedForLong => "executor stopped for long",
             Event::ExecutorFrozen => "executor frozen",
             Event::ModelsLoadedAgain => "models loaded again",
+            Event::IdsUsedUp => "ids used up",
             Event::QuotaExceeded => "quota exceeded",
             Event::Reloaded => "configuration reloaded",
             Event::Observed => "status and dump",

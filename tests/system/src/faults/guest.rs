@@ -27,6 +27,8 @@ pub(crate) struct Program {
     pub(super) enter: Vec<String>,
     /// A library for `LD_PRELOAD`.
     pub(super) preload: Option<PathBuf>,
+    /// How many ids each session has (`VGPU_IDS_LEFT`).
+    pub(super) ids_left: Option<u64>,
     pub(super) stats: PathBuf,
 }
 
@@ -52,6 +54,7 @@ impl Program {
             model: model.to_owned(),
             enter: Vec::new(),
             preload: None,
+            ids_left: None,
             stats: folder.join("stats.json"),
         })
     }
@@ -111,6 +114,9 @@ impl Guest {
         node_llama::set_backend(&mut command, &backend, &program.stats);
         if let Some(library) = &program.preload {
             command.env("LD_PRELOAD", library);
+        }
+        if let Some(ids) = program.ids_left {
+            command.env("VGPU_IDS_LEFT", ids.to_string());
         }
         let mut guest = Guest {
             dialogue: Dialogue::start(&mut command, log)?,

@@ -108,6 +108,13 @@ const KILLED: &str = "an operator of the host has ended this session";
 /// What a program is told that wants a session of an executor which drains.
 const DRAINS: &str = "the host drains: it accepts no new sessions";
 
+/// The ids of buffers, and of graphs, that a session has in the event that uses them up: a program
+/// takes some for each model.
+const IDS: u64 = 24;
+
+/// What the log of a program says whose session has no ids left.
+const USED_UP: &str = " ids left";
+
 /// What the log of no program may say: that somebody is to blame for the end of a session, by whom
 /// the events do nothing.
 const BLAME: [&str; 6] = [
@@ -371,6 +378,16 @@ impl<'a> Soak<'a> {
 
     /// Starts a program, which loads its first model.
     fn start(&mut self, name: &'static str, link: Link) -> Result<Program> {
+        self.start_with_ids(name, link, None)
+    }
+
+    /// The same. A session of the program has so many ids.
+    fn start_with_ids(
+        &mut self,
+        name: &'static str,
+        link: Link,
+        ids_left: Option<u64>,
+    ) -> Result<Program> {
         let endpoint = match link {
             Link::Unix => format!("unix:{}", self.setup.socket(NAME).display()),
             Link::Named => format!("unix:{}", self.setup.socket("events-named").display()),
@@ -383,6 +400,7 @@ impl<'a> Soak<'a> {
         };
         let program = guest::Program {
             enter,
+            ids_left,
             ..self.program.clone()
         };
         let plugin = Some((self.setup.dist, endpoint.as_str()));
@@ -432,6 +450,7 @@ impl<'a> Soak<'a> {
         // Tables that grow once.
         for event in [
             Event::ModelsLoadedAgain,
+            Event::IdsUsedUp,
             Event::QuotaExceeded,
             Event::Reloaded,
             Event::Observed,
@@ -644,16 +663,16 @@ impl<'a> Soak<'a> {
             }
             Event::ModelsLoadedAgain => {
                 // A further program, which comes and goes.
-                let link = match OF_MACHINE.contains(&subject) {
-                    true => Link::Machine,
-                    false => Link::Unix,
-                };
-                let mut other = self.start("events-other", link)?;
+                let mut other = self.start("events-other", link_of_other(subject))?;
                 for _ in 0..3 {
                     self.setup.expect_run(&mut other.guest, other.name)?;
                     self.loads += 1;
                 }
                 other.guest.finish()?;
+                Ok(Fails::None)
+            }
+            Event::IdsUsedUp => {
+                self.use_up_ids(subject)?;
                 Ok(Fails::None)
             }
             Event::QuotaExceeded => {
@@ -774,6 +793,33 @@ impl<'a> Soak<'a> {
                 Ok(Fails::None)
             }
         }
+    }
+
+    /// A further program loads models until its session has used up its ids. The next session works.
+    fn use_up_ids(&mut self, subject: usize) -> Result<()> {
+        let link = link_of_other(subject);
+        let mut other = self.start_with_ids("events-ids", link, Some(IDS))?;
+        let mut models = 1;
+        let why = loop {
+            other.guest.begin(TOKENS)?;
+            match other.guest.end()? {
+                Outcome::Failed(why) => break why,
+                Outcome::Tokens(tokens) => ensure!(
+                    tokens == self.setup.reference && models < IDS,
+                    "model {models} of a session with {IDS} ids has the tokens {tokens:?}"
+                ),
+            }
+            models += 1;
+            self.loads += 1;
+        };
+        let log = other.guest.log();
+        ensure!(
+            log.contains(USED_UP),
+            "the session failed after {models} models for another reason: {why}: {log}"
+        );
+        self.setup.expect_run(&mut other.guest, other.name)?;
+        self.loads += 1;
+        other.guest.finish()
     }
 
     /// Ends the executor with a signal, after which `vgpu fd-store` starts the next one.
@@ -1109,6 +1155,14 @@ fn wait_until_settled(model: &Path, progress: &Progress) -> Result<()> {
         thread::sleep(left);
     }
     Ok(())
+}
+
+/// Where a further program finds the executor, if it is like this one.
+fn link_of_other(program: usize) -> Link {
+    match OF_MACHINE.contains(&program) {
+        true => Link::Machine,
+        false => Link::Unix,
+    }
 }
 
 /// What an executor says of itself in `vgpu ps`.

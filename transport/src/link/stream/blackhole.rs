@@ -1,14 +1,22 @@
-//! A test of a network that drops all packets.
+//! Tests of networks that drop all packets, and of peers that take no bytes.
 
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::{ErrorKind, Read as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd as _;
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::channel::Plain;
+use super::guest::StreamGuest;
+use super::host::StreamHost;
 use super::tcp::prepare;
+use crate::error::LinkError;
+use crate::limits::MAX_PAYLOAD;
+use crate::link::end::{GuestEnd as _, HostEnd as _};
 use crate::link::side::Side;
+use crate::shm::liveness::STALL;
 
 /// Lets a socket receive nothing more, not even acknowledgements.
 fn drop_all_packets(socket: &TcpStream) {
@@ -37,33 +45,77 @@ fn drop_all_packets(socket: &TcpStream) {
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Both for a guest that has sent something, and for one that waits: keep-alive probes get no
-/// answer either.
-#[test]
-fn a_peer_whose_packets_are_lost_is_given_up_by_the_kernel() {
+/// The two ends of a connection, the guest's first.
+fn connection() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut guests = [true, false].map(|sends| {
-        let mut guest = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (host, _) = listener.accept().unwrap();
-        prepare(&guest, Side::Guest).unwrap();
-        guest.set_nonblocking(true).unwrap();
-        drop_all_packets(&host);
-        if sends {
-            guest.write_all(b"x").unwrap();
-        }
-        (guest, host)
-    });
+    let guest = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (host, _) = listener.accept().unwrap();
+    prepare(&guest, Side::Guest).unwrap();
+    prepare(&host, Side::Host).unwrap();
+    (guest, host)
+}
+
+/// A guest that only waits: keep-alive probes get no answer.
+#[test]
+fn peer_whose_packets_are_lost_is_given_up_by_the_kernel() {
+    let (mut guest, host) = connection();
+    drop_all_packets(&host);
     let start = Instant::now();
     let limit = Timespec {
         tv_sec: 100,
         tv_nsec: 0,
     };
-    for (guest, _host) in &mut guests {
-        let mut readable = [PollFd::new(guest, PollFlags::IN)];
-        poll(&mut readable, Some(&limit)).unwrap();
-        let error = guest.read(&mut [0; 8]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::TimedOut);
-        // Not before a host that was stopped for a moment has been waited for.
-        assert!(start.elapsed() > crate::shm::liveness::STALL);
+    let mut readable = [PollFd::new(&guest, PollFlags::IN)];
+    poll(&mut readable, Some(&limit)).unwrap();
+    let error = guest.read(&mut [0; 8]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+    // Not before a host that was stopped for a moment has been waited for.
+    assert!(start.elapsed() > STALL);
+}
+
+/// A guest that has sent something: the kernel waits for the acknowledgement.
+#[test]
+fn host_whose_packets_are_lost_is_given_up_without_its_heartbeat() {
+    let (guest, host) = connection();
+    drop_all_packets(&host);
+    let mut guest = StreamGuest::new(Box::new(Plain::new(guest)));
+    guest.send(b"request", (&[][..]).into()).unwrap();
+    let error = guest.receive(&mut Vec::new(), (&mut [][..]).into());
+    let seconds = STALL.as_secs();
+    assert_eq!(error, Err(LinkError::Stalled { seconds }));
+}
+
+/// While a graph runs, a host takes no bytes beyond those that it queues. Its heartbeat shows that
+/// it lives.
+#[test]
+fn busy_host_that_takes_no_bytes_is_waited_for() {
+    // Longer than a guest waits for a host without a heartbeat.
+    const BUSY: Duration = Duration::from_secs(18);
+    const REQUESTS: usize = 64;
+    let (guest, host) = connection();
+    let mut guest = StreamGuest::new(Box::new(Plain::new(guest)));
+    let mut host = StreamHost::new(Box::new(Plain::new(host))).unwrap();
+    let host = thread::spawn(move || {
+        thread::sleep(BUSY);
+        let mut taken = 0;
+        while let Ok(Some(_)) = host.receive(&mut Vec::new(), BUSY) {
+            taken += 1;
+            if taken == REQUESTS {
+                host.send(b"done", 0, &mut |_| {}).unwrap();
+            }
+        }
+        taken
+    });
+    let start = Instant::now();
+    let payload = vec![7; MAX_PAYLOAD];
+    for _ in 0..REQUESTS {
+        guest.send(b"write", payload[..].into()).unwrap();
     }
+    assert!(start.elapsed() > BUSY, "the host has taken all at once");
+    // The last requests are still queued on this side.
+    let mut reply = Vec::new();
+    guest.receive(&mut reply, (&mut [][..]).into()).unwrap();
+    assert_eq!(reply, b"done");
+    drop(guest);
+    assert_eq!(host.join().unwrap(), REQUESTS);
 }

@@ -16,7 +16,7 @@ use crate::fork::OwnFd;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::side::Side;
 use crate::link::stream_state::StreamFigures;
-use crate::shm::liveness::{SILENCE, STALL, Silence, StillTime};
+use crate::shm::liveness::{SILENCE, Silence, StillTime};
 
 /// The size of a frame's header, in bytes.
 const HEADER: usize = 24;
@@ -45,6 +45,16 @@ pub(super) const HIGH_WATER: usize = 8 << 20;
 /// The maximum time of one wait. After it, a link checks whether the peer is alive.
 pub(super) const POLL_PERIOD: Duration = Duration::from_millis(200);
 
+/// The time without bytes after which the kernel probes whether the peer still answers, over TCP.
+pub(super) const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
+
+/// The time between two probes.
+pub(super) const KEEPALIVE_PERIOD: Duration = Duration::from_secs(2);
+
+/// The number of probes without an answer after which the kernel gives up the peer, unless
+/// [`Side::user_timeout`] says when.
+pub(super) const KEEPALIVE_PROBES: u32 = 5;
+
 impl Side {
     /// The size of the received frames from which on this side reads no more, in bytes.
     fn max_received(self) -> usize {
@@ -54,14 +64,21 @@ impl Side {
         }
     }
 
-    /// The time that the kernel of this side waits for the acknowledgement of bytes over TCP. A
-    /// host waits as long for a paused machine as on every other link. A guest gives up a host
-    /// without a heartbeat for [`STALL`] in any case.
-    pub(super) fn user_timeout(self) -> Duration {
+    /// The time that the kernel of this side waits for a peer over TCP that acknowledges nothing or
+    /// takes no bytes (`TCP_USER_TIMEOUT`). A host waits as long for a paused machine as on every
+    /// other link. A guest has no such limit: a busy host takes no bytes, and lives. What shows a
+    /// guest that its host lives is the heartbeat.
+    pub(super) fn user_timeout(self) -> Option<Duration> {
         match self {
-            Side::Guest => STALL + Duration::from_secs(5),
-            Side::Host => SILENCE,
+            Side::Guest => None,
+            Side::Host => Some(SILENCE),
         }
+    }
+
+    /// How long the peer has answered nothing when the kernel of this side gives it up.
+    fn given_up_after(self) -> Duration {
+        self.user_timeout()
+            .unwrap_or(KEEPALIVE_IDLE + KEEPALIVE_PROBES * KEEPALIVE_PERIOD)
     }
 }
 
@@ -527,7 +544,7 @@ fn broken(error: &io::Error, side: Side) -> LinkError {
             reason: error.to_string(),
         }),
         io::ErrorKind::TimedOut => LinkError::Stalled {
-            seconds: side.user_timeout().as_secs(),
+            seconds: side.given_up_after().as_secs(),
         },
         _ => LinkError::System {
             what: "the peer's stream",

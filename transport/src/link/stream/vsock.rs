@@ -35,7 +35,11 @@ pub const ANY: u32 = u32::MAX;
 /// `TimedOut`, or the error of the system call. `ENODEV` and `EAFNOSUPPORT` mean that this machine
 /// has no vsock device.
 pub fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<StreamGuest> {
-    let socket = vsock::connect(cid, port, timeout)?;
+    vsock::connect(cid, port, timeout).and_then(guest)
+}
+
+/// The guest's end of a link over a connected socket.
+fn guest(socket: OwnedFd) -> io::Result<StreamGuest> {
     StreamGuest::new(Box::new(Plain::new(socket))).with_heartbeat()
 }
 
@@ -110,4 +114,27 @@ impl AsFd for Listener {
 /// When the process cannot start the heartbeat thread.
 pub fn host(socket: OwnedFd) -> io::Result<StreamHost> {
     StreamHost::new(Box::new(Plain::new(socket)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::link::end::GuestEnd as _;
+    use crate::link::stream::framing::FrameKind;
+
+    /// With the heartbeat the host ends the session of a machine that falls silent
+    /// (`super::super::host`).
+    #[test]
+    fn guest_that_asks_for_nothing_has_a_heartbeat() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let mut guest = guest(near.into()).unwrap();
+        assert!(!guest.is_closed());
+        let mut frame = [0; 24];
+        far.read_exact(&mut frame).unwrap();
+        assert_eq!(frame[0], FrameKind::Heartbeat as u8);
+    }
 }
