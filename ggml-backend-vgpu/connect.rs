@@ -12,7 +12,7 @@ use crate::ggml::Ggml;
 use crate::session::{Hello, Session, SessionError};
 
 /// How long an attempt to reach an executor may take.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ConnectTimeouts {
     /// Until the link is open.
     link: Duration,
@@ -251,4 +251,17 @@ fn introduction(ggml: &Ggml) -> String {
         ggml.release(),
         env!("VGPU_VERSION"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The times of docs/life-events.md: no connection, no answer to HELLO, and each of them soon
+    /// after a wait in vain.
+    #[test]
+    fn a_load_waits_for_an_executor_as_long_as_the_table_says() {
+        let seconds = |limits: ConnectTimeouts| (limits.link.as_secs(), limits.welcome.as_secs());
+        assert_eq!((seconds(LONG), seconds(SHORT)), ((2, 15), (1, 1)));
+    }
 }

@@ -375,3 +375,28 @@ fn describe(welcome: &Welcome) -> String {
 fn c_string(text: String) -> CString {
     CString::new(text).unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attempts_are_brief_for_as_long_as_one_was_waited_for_in_vain() {
+        let mut attempts = Attempts::default();
+        let start = Instant::now();
+        let at = |millis: u64| start + Duration::from_millis(millis);
+        assert_eq!(attempts.timeouts(at(0)), LONG);
+        // Nobody listened.
+        attempts.failed(at(0), at(1));
+        assert_eq!(attempts.timeouts(at(1)), LONG);
+        // Somebody did, and has not answered for 15 s.
+        attempts.failed(at(1), at(15_001));
+        for brief in [15_001, 20_000, 30_000] {
+            assert_eq!(attempts.timeouts(at(brief)), SHORT);
+        }
+        assert_eq!(attempts.timeouts(at(30_001)), LONG);
+        // A brief attempt prolongs nothing.
+        attempts.failed(at(29_500), at(30_600));
+        assert_eq!(attempts.timeouts(at(30_601)), LONG);
+    }
+}

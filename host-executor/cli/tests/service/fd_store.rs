@@ -237,16 +237,16 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
     let scratch = Scratch::new("missing-machine");
     let at = |name: &str| scratch.path().join(name);
     let (config, control, socket) = (at("vgpu.toml"), at("control.sock"), at("vm1.sock"));
-    let configure = |silence: Option<u32>| {
-        let machine = silence.map_or(String::new(), |silence| {
-            format!(
-                "[[guest]]\nname = \"vm1\"\n\
-                 vm = {{ socket = {socket:?}, window = \"64M\", silence = {silence} }}\n"
-            )
+    let other_socket = at("other.sock");
+    // The socket, and the rest of the table.
+    let configure = |machine: Option<(&Path, &str)>| {
+        let machine = machine.map_or(String::new(), |(socket, more)| {
+            format!("[[guest]]\nname = \"vm1\"\nvm = {{ socket = {socket:?}, {more} }}\n")
         });
         fs::write(&config, machine).expect("a configuration");
     };
-    configure(Some(0));
+    let served = Some((&*socket, r#"window = "64M", silence = 0"#));
+    configure(served);
     let mut command = vgpu(&["fd-store", "--", env!("CARGO_BIN_EXE_vgpu"), "serve"]);
     command
         .args(["--threads", "1", "--memory", "64M"])
@@ -260,8 +260,8 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
         let output = command.arg(&control).output().expect("it starts");
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
-    let reload = |silence: Option<u32>| {
-        configure(silence);
+    let reload = |machine| {
+        configure(machine);
         let said = ask("reload");
         assert!(said.contains("the configuration was reloaded"), "{said}");
     };
@@ -282,15 +282,24 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
         executor().is_some_and(|pid| pid != first) && ask("dump").contains(KEPT)
     });
     assert!(!socket.exists(), "the machine is served");
-    reload(Some(0));
+    reload(served);
     computes(&machine);
-    // A reload without the machine, and one that opens its listener again.
+    // A reload without the machine, and those that open its listener again.
     reload(None);
     assert!(!socket.exists(), "the machine is served");
-    reload(Some(0));
+    reload(served);
     computes(&machine);
-    reload(Some(60));
-    computes(&machine);
+    // The machine has the window of its start.
+    for other in [
+        (&*socket, r#"window = "64M", silence = 60"#),
+        (&*socket, r#"window = "32M", silence = 60"#),
+        (&*other_socket, r#"window = "32M", silence = 60"#),
+    ] {
+        reload(Some(other));
+        assert!(other.0.exists(), "{other:?} is not served");
+        computes(&machine);
+    }
+    assert!(!socket.exists(), "the last socket is there");
 
     // Nobody waits for a QEMU that has ended.
     reload(None);
