@@ -97,6 +97,9 @@ fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("a worker of vgpu.service ended by the kernel", |_, _| {
         booted.killed_worker()
     });
+    tests.check("Ollama started before its executor", |_, _| {
+        booted.ollama_before_the_executor()
+    });
     tests.check("a virtual machine's connection is kept", |_, _| {
         booted.fd_store()
     });

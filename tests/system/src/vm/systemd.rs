@@ -79,6 +79,17 @@ const KILLED: &str = "was ended by SIGKILL";
 /// The control group of the service.
 const GROUP: &str = "/sys/fs/cgroup/system.slice/vgpu.service";
 
+/// Installs a program that stands for Ollama, with the ggml of the guest's programs and a service.
+const OLLAMA: &str = "lib=/usr/local/lib/ollama && mkdir -p $lib \
+     && cp /llama/libggml-base.so.0 $lib/libggml-base.so && : > $lib/llama-server \
+     && printf '#!/bin/sh\\nexec sleep 100000\\n' > /usr/local/bin/ollama \
+     && chmod 755 /usr/local/bin/ollama \
+     && printf '[Service]\\nExecStart=/usr/local/bin/ollama serve\\n' \
+        > /etc/systemd/system/ollama.service";
+
+/// What `vgpu wait` says when it gives up.
+const WAITED: &str = "no executor within 60 s";
+
 /// The shell line that removes the drop-in.
 const UNSET: &str = "rm -r /run/systemd/system/vgpu@vm1.service.d && systemctl daemon-reload";
 
@@ -519,6 +530,50 @@ impl Systemd {
                 .good("waiting for a restart of vgpu@vm1.service")
         })?;
         Ok(String::new())
+    }
+
+    /// Ollama's service, with the drop-in of `vgpu install`, is started before the executor. It
+    /// does not run without one: it waits for a minute, and again after that, and runs as soon as
+    /// there is an executor.
+    pub(crate) fn ollama_before_the_executor(&mut self) -> Result<String> {
+        self.guest
+            .run(&format!(
+                "{OLLAMA} && systemctl stop vgpu && vgpu install --endpoint unix:/run/vgpu/vgpu.sock \
+                 && systemctl daemon-reload"
+            ))?
+            .good("installing the plugin for Ollama")?;
+        let property = |name: &str| format!("$(systemctl show -p {name} --value ollama)");
+        let again = until(&format!("[ {} -ge 1 ]", property("NRestarts")));
+        let waits = format!(
+            "[ {} = start-pre ] && [ {} = 0 ]",
+            property("SubState"),
+            property("MainPID")
+        );
+        self.guest
+            .run(&format!(
+                "systemctl start --no-block ollama && {} && {again} && {}",
+                until(&waits),
+                until(&waits)
+            ))?
+            .good("waiting for the second start of Ollama's service")?;
+        self.guest
+            .run(&format!(
+                "systemctl start vgpu && {} && pgrep -f 'ollama serve'",
+                until("systemctl is-active -q ollama")
+            ))?
+            .good("waiting for Ollama's service")?;
+        let journal = self
+            .guest
+            .run("journalctl --no-pager -o cat -u ollama")?
+            .good("reading the journal")?;
+        ensure!(
+            journal.matches(WAITED).count() == 1,
+            "{WAITED:?} is not in the journal once:\n{journal}"
+        );
+        self.guest
+            .run("systemctl stop ollama && vgpu uninstall && systemctl daemon-reload")?
+            .good("removing the plugin from Ollama")?;
+        Ok("at the second start".into())
     }
 
     /// systemd keeps the connection of a virtual machine while the executor is stopped.
