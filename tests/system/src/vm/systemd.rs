@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use super::debian::Wanted;
 use super::guest::{Guest, Machine};
@@ -46,6 +46,11 @@ const WATCHDOG_SECONDS: u32 = 15;
 
 /// By default systemd gives up after 5 starts in 10 s. The pause of the unit grows for 8 restarts.
 const FAILED_STARTS: u32 = 9;
+
+/// The longest pause between two failed starts, in seconds (`RestartMaxDelaySec` of the unit), and
+/// how exact systemd's timers are.
+const LONGEST_PAUSE: f64 = 2.0;
+const PAUSE_ACCURACY: f64 = 0.2;
 
 /// Properties of a service.
 const STORED: &str = "NFileDescriptorStore";
@@ -602,6 +607,11 @@ impl Systemd {
                 "systemctl kill -s KILL vgpu@vm1; {failed} && ! {IS_ACTIVE} && {is_kept}"
             ))?
             .good("keeping the connection while the executor does not start")?;
+        let pause = self.last_pause()?;
+        ensure!(
+            pause >= LONGEST_PAUSE - PAUSE_ACCURACY,
+            "the last pause between two failed starts was {pause:.1} s, not {LONGEST_PAUSE} s"
+        );
         self.taken_again("failed starts", |guest| {
             guest
                 .run(&format!(
@@ -609,7 +619,35 @@ impl Systemd {
                 ))?
                 .good("starting vgpu@vm1.service after failed starts")
         })?;
-        Ok(format!("more than {FAILED_STARTS} restarts"))
+        Ok(format!(
+            "more than {FAILED_STARTS} restarts, the last one after {pause:.1} s"
+        ))
+    }
+
+    /// The seconds between the last two restarts of the executor of the virtual machine.
+    fn last_pause(&mut self) -> Result<f64> {
+        let said = self
+            .guest
+            .run(
+                "journalctl --no-pager -o short-monotonic -u vgpu@vm1 \
+                 | grep 'Scheduled restart job' | tail -n 2",
+            )?
+            .good("reading the times of restarts")?;
+        // Such as `[   71.402105] host systemd[1]: vgpu@vm1.service: Scheduled restart job, ...`.
+        let times: Vec<f64> = { said.lines() }
+            .filter_map(|line| {
+                line.strip_prefix('[')?
+                    .split(']')
+                    .next()?
+                    .trim()
+                    .parse()
+                    .ok()
+            })
+            .collect();
+        let [.., before, last] = times[..] else {
+            bail!("no two restarts in the journal:\n{said}");
+        };
+        Ok(last - before)
     }
 
     /// systemd ends an executor whose main thread does not run, and starts it again.

@@ -1,6 +1,6 @@
 //! Tests of networks that drop all packets, and of peers that take no bytes.
 
-use std::io::{ErrorKind, Read as _};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd as _;
 use std::thread;
@@ -45,11 +45,17 @@ fn drop_all_packets(socket: &TcpStream) {
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// The two ends of a connection, the guest's first.
-fn connection() -> (TcpStream, TcpStream) {
+/// Two connected sockets, the guest's first.
+fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let guest = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (host, _) = listener.accept().unwrap();
+    (guest, host)
+}
+
+/// The same, each prepared as on its side.
+fn connection() -> (TcpStream, TcpStream) {
+    let (guest, host) = sockets();
     prepare(&guest, Side::Guest).unwrap();
     prepare(&host, Side::Host).unwrap();
     (guest, host)
@@ -83,6 +89,24 @@ fn host_whose_packets_are_lost_is_given_up_without_its_heartbeat() {
     let error = guest.receive(&mut Vec::new(), (&mut [][..]).into());
     let seconds = STALL.as_secs();
     assert_eq!(error, Err(LinkError::Stalled { seconds }));
+}
+
+/// A paused machine acknowledges nothing, and its host waits for it as long as on other links.
+#[test]
+fn host_waits_for_a_machine_that_acknowledges_nothing() {
+    // Longer than a guest waits for a host.
+    const PAUSE: Timespec = Timespec {
+        tv_sec: 20,
+        tv_nsec: 0,
+    };
+    // A paused machine does not give up its host either: the guest's end is not prepared.
+    let (guest, mut host) = sockets();
+    prepare(&host, Side::Host).unwrap();
+    drop_all_packets(&guest);
+    assert_eq!(host.write(b"reply").unwrap(), 5);
+    let mut readable = [PollFd::new(&host, PollFlags::IN)];
+    assert_eq!(poll(&mut readable, Some(&PAUSE)).unwrap(), 0);
+    assert!(host.take_error().unwrap().is_none());
 }
 
 /// While a graph runs, a host takes no bytes beyond those that it queues. Its heartbeat shows that
