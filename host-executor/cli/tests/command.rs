@@ -301,6 +301,8 @@ fn help_and_version_are_printed() {
         .output()
         .expect("the command starts");
     let help = String::from_utf8(help.stdout).expect("text");
+    // The port of NVIDIA's exporter of metrics.
+    assert!(!help.contains(":9400"), "{help}");
     for words in [
         "--listen",
         "--engine",

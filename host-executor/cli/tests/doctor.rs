@@ -170,6 +170,12 @@ fn a_card_without_its_driver() {
         machine.card(driver);
         let said = machine.doctor(&[]);
         assert!(has(&said, "FAIL gpu", words), "{}", said.text);
+        // The driver is in no component that every Debian has.
+        let add = "next: add the components contrib, non-free and non-free-firmware to ";
+        assert!(said.last().starts_with(add), "{}", said.text);
+        let sources = "Types: deb\nComponents: main contrib non-free non-free-firmware\n";
+        machine.write("etc/apt/sources.list.d/debian.sources", sources);
+        let said = machine.doctor(&[]);
         assert_eq!(said.last(), "next: sudo apt install nvidia-driver");
         assert!(!said.is_well);
         machine.write("etc/os-release", "ID=ubuntu\nVERSION_ID=\"24.04\"\n");

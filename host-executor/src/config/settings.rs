@@ -77,7 +77,7 @@ pub enum MetricsAddress {
 pub enum ParseMetricsAddressError {
     #[error("{0:?}: the path of the socket has to be absolute")]
     RelativePath(String),
-    #[error("{0:?} is not an address, such as 127.0.0.1:9400 or unix:/run/vgpu/metrics.sock")]
+    #[error("{0:?} is not an address, such as 127.0.0.1:4781 or unix:/run/vgpu/metrics.sock")]
     Address(String),
     #[error(
         "{0} can be reached from other machines, and metrics have no authentication: use 127.0.0.1 \

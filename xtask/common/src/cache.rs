@@ -7,7 +7,7 @@
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 
 use crate::progress;
 
@@ -17,9 +17,10 @@ pub struct Cache {
     root: PathBuf,
 }
 
-/// Held while an entry is made; the lock goes with the open file, so a crash releases it.
+/// Held while an entry is made or logs are written; the lock goes with the open file, so a crash
+/// releases it.
 #[derive(Debug)]
-struct Lock {
+pub struct Lock {
     _file: File,
 }
 
@@ -167,9 +168,33 @@ impl Cache {
             .with_context(|| format!("linking {}", entry.display()))
     }
 
-    fn lock(&self, name: &str) -> Result<Lock> {
+    /// The logs whose names begin with `name`, for as long as the result lives.
+    ///
+    /// # Errors
+    /// If another command has them, or the file system refuses.
+    pub fn reserve_logs(&self, name: &str) -> Result<Lock> {
+        let (path, file) = self.lock_file(&format!("logs-{name}"))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Lock { _file: file }),
+            Err(TryLockError::WouldBlock) => bail!(
+                "another command writes the logs {}: wait for its end, or set VGPU_CACHE to \
+                 another folder",
+                self.log(&format!("{name}*")).display()
+            ),
+            Err(TryLockError::Error(error)) => {
+                Err(error).with_context(|| format!("locking {}", path.display()))
+            }
+        }
+    }
+
+    fn lock_file(&self, name: &str) -> Result<(PathBuf, File)> {
         let path = self.root.join("locks").join(name.replace('/', "-"));
         let file = File::create(&path).with_context(|| format!("opening {}", path.display()))?;
+        Ok((path, file))
+    }
+
+    fn lock(&self, name: &str) -> Result<Lock> {
+        let (path, file) = self.lock_file(name)?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {

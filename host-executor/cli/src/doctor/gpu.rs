@@ -82,10 +82,28 @@ fn driver_version(root: &Root) -> Option<String> {
 
 fn install_driver(root: &Root) -> String {
     match root.distribution().0.as_str() {
+        "debian" if !has_non_free(root) => "add the components contrib, non-free and \
+            non-free-firmware to Debian's source in /etc/apt, then sudo apt update && sudo apt \
+            install nvidia-driver"
+            .into(),
         "debian" => "sudo apt install nvidia-driver".into(),
         "ubuntu" => "sudo ubuntu-drivers install".into(),
         _ => "install NVIDIA's driver, version 525 or newer".into(),
     }
+}
+
+/// Whether a source of Debian packages has the component with NVIDIA's driver.
+fn has_non_free(root: &Root) -> bool {
+    let folder = fs::read_dir(root.path("/etc/apt/sources.list.d"));
+    let files = folder.into_iter().flatten().flatten();
+    let files = files.map(|file| file.path());
+    files
+        .chain([root.path("/etc/apt/sources.list")])
+        .filter_map(|file| fs::read_to_string(file).ok())
+        .any(|text| {
+            let mut lines = text.lines().filter(|line| !line.starts_with('#'));
+            lines.any(|line| line.split_whitespace().any(|word| word == "non-free"))
+        })
 }
 
 #[cfg(feature = "cuda")]

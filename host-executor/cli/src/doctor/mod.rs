@@ -119,6 +119,9 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         &mut report,
     );
     ollama::check(&root, &mut report);
+    if root.is_own() && rustix::process::geteuid().is_root() && !has_sudo() {
+        report.leave_out_sudo();
+    }
     if args.json {
         println!("{:#}", report.json());
     } else {
@@ -129,4 +132,10 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     } else {
         ExitCode::FAILURE
     }
+}
+
+/// Whether this machine has `sudo`. Proxmox and small images of Debian do not.
+fn has_sudo() -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join("sudo").exists())
 }

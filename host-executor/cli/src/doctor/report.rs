@@ -82,6 +82,17 @@ impl Report {
     }
 
     /// What to do about the first failure. A later one is often its consequence.
+    /// Makes the commands those of root on a machine that has no `sudo`.
+    pub(super) fn leave_out_sudo(&mut self) {
+        for next in self
+            .checks
+            .iter_mut()
+            .filter_map(|check| check.next.as_mut())
+        {
+            *next = without_sudo(next);
+        }
+    }
+
     fn next(&self) -> Option<&str> {
         self.checks.iter().find_map(|check| check.next.as_deref())
     }
@@ -126,6 +137,15 @@ impl Report {
     }
 }
 
+/// The command for root. What is to be done on another machine stays as it is.
+fn without_sudo(next: &str) -> String {
+    match next.strip_prefix("sudoedit ") {
+        Some(rest) => format!("${{EDITOR:-vi}} {rest}"),
+        None if next.starts_with("sudo ") => next.replace("sudo ", ""),
+        None => next.to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,5 +164,29 @@ mod tests {
         assert_eq!(report.json()["next"], "start it");
         assert!(report.lines().contains("FAIL  link      gone\n"));
         assert!(report.lines().ends_with("\nnext: start it\n"));
+    }
+
+    #[test]
+    fn root_gets_commands_without_sudo() {
+        for (next, of_root) in [
+            (
+                "sudo vgpu dump, then sudo systemctl restart vgpu",
+                "vgpu dump, then systemctl restart vgpu",
+            ),
+            (
+                "sudoedit /etc/vgpu/vgpu.toml",
+                "${EDITOR:-vi} /etc/vgpu/vgpu.toml",
+            ),
+            (
+                "on the host: sudo systemctl restart vgpu",
+                "on the host: sudo systemctl restart vgpu",
+            ),
+            ("wait", "wait"),
+        ] {
+            let mut report = Report::default();
+            report.fail("link", "gone", next);
+            report.leave_out_sudo();
+            assert_eq!(report.json()["next"], of_root);
+        }
     }
 }

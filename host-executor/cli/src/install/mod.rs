@@ -79,8 +79,8 @@ pub(crate) struct UninstallArgs {
 #[derive(Parser)]
 struct OllamaTarget {
     /// Ollama's folder: the one with llama-server, the prefix above it, or the root of a container.
-    /// [default: /usr/local/lib/ollama, /usr/lib/ollama, or the folder of the `ollama` on the
-    /// search path]
+    /// [default: /usr/local/lib/ollama, /usr/lib/ollama, /opt/ollama/lib/ollama, the folder of the
+    /// `ollama` on the search path, or ~/.local/lib/ollama]
     #[arg(long, value_name = "DIR")]
     ollama: Option<PathBuf>,
 

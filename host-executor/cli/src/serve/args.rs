@@ -218,13 +218,13 @@ pub(crate) struct Args {
     log_format: Option<String>,
 
     /// Serve metrics for Prometheus at this address: an address of the loopback interface, such as
-    /// 127.0.0.1:9400, or unix:/path/to/socket. /metrics has the metrics, / a page for browsers;
+    /// 127.0.0.1:4781, or unix:/path/to/socket. /metrics has the metrics, / a page for browsers;
     /// /livez says whether the engine answers, /healthz also whether the executor accepts new
     /// sessions. [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
 
-    /// Let --metrics be an address that other machines reach, such as 0.0.0.0:9400. Everyone there
+    /// Let --metrics be an address that other machines reach, such as 0.0.0.0:4781. Everyone there
     /// can read the metrics, which name the guests.
     #[arg(long)]
     metrics_allow_remote: bool,

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use super::event::Chosen;
 use super::guest::{Guest, Outcome, Program};
 use vgpu_gguf::Rng;
-use xtask_common::cache::Cache;
+use xtask_common::cache::{Cache, Lock};
 use xtask_common::dist::Dist;
 use xtask_common::executor::{self, Executor};
 use xtask_common::llama;
@@ -57,7 +57,12 @@ pub(crate) struct Setup<'a> {
     /// The tokens that the guest generates without faults, with ggml's own CPU backend.
     pub(super) reference: Vec<u32>,
     pub(super) scratch: Scratch,
+    /// Two runs with one folder would write over each other's logs.
+    _logs: Lock,
 }
+
+/// How the names of all logs begin.
+const LOGS: &str = "faults-";
 
 impl<'a> Setup<'a> {
     /// Builds the guest program and generates the reference without the plugin.
@@ -65,8 +70,9 @@ impl<'a> Setup<'a> {
         let bin = llama::build(cache, llama::Stage::Tools)?;
         let model = model::ensure(cache, &model::TINY, FileType::F16)?;
         let scratch = Scratch::new()?;
+        let logs = cache.reserve_logs(LOGS)?;
         let program = Program::build(cache, &bin, &model, scratch.path())?;
-        let mut alone = Guest::start(&program, None, &cache.log("faults-reference"))?;
+        let mut alone = Guest::start(&program, None, &cache.log(&format!("{LOGS}reference")))?;
         alone.begin(TOKENS)?;
         let reference = alone.end()?.tokens().context("ggml's own CPU backend")?;
         alone.finish()?;
@@ -77,11 +83,12 @@ impl<'a> Setup<'a> {
             counts,
             reference,
             scratch,
+            _logs: logs,
         })
     }
 
     pub(super) fn log(&self, name: &str) -> PathBuf {
-        self.cache.log(&format!("faults-{name}"))
+        self.cache.log(&format!("{LOGS}{name}"))
     }
 
     pub(super) fn rng(&self, stream: u64) -> Rng {
