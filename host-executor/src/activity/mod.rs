@@ -111,7 +111,8 @@ const OP: usize = 3;
 const WHO: usize = 2 + GUEST + ENDPOINT;
 
 /// The words of what is done: state and kind of request, request, since when, since when the
-/// request, its turns that are over, nanoseconds that they were queued, the session that is awaited.
+/// request, its turns that are over, nanoseconds that they were queued, the session that is
+/// awaited.
 const NOW: usize = 7;
 
 /// The words of a turn: since when (0: none), request, graph, nodes, node, operator.

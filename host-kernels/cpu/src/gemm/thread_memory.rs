@@ -1,7 +1,7 @@
 //! The memory in which a thread prepares the operands of a product.
 //!
-//! A run lends each thread its memory ([`KeptThreadMemory::lend`]), so that the engine owns it, and no
-//! thread of a session. The run also says how much a product may prepare: what its plan has
+//! A run lends each thread its memory ([`KeptThreadMemory::lend`]), so that the engine owns it, and
+//! no thread of a session. The run also says how much a product may prepare: what its plan has
 //! announced, for which the tenant is charged.
 
 use std::cell::Cell;

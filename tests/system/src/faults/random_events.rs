@@ -795,7 +795,8 @@ impl<'a> Soak<'a> {
         }
     }
 
-    /// A further program loads models until its session has used up its ids. The next session works.
+    /// A further program loads models until its session has used up its ids. The next session
+    /// works.
     fn use_up_ids(&mut self, subject: usize) -> Result<()> {
         let link = link_of_other(subject);
         let mut other = self.start_with_ids("events-ids", link, Some(IDS))?;
