@@ -352,12 +352,16 @@ impl Runner {
 
     /// Keeps scratch memory for later runs, or frees it.
     fn give_back(&self, scratch: Scratch) {
-        self.with_free(|free| {
+        let too_much = self.with_free(|free| {
             let bytes: usize = free.iter().map(Scratch::bytes).sum();
             let fits = bytes.saturating_add(scratch.bytes()) <= MAX_FREE_BYTES;
             if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES && fits {
                 free.push(scratch);
+                return None;
             }
+            Some(scratch)
         });
+        // Without the lock.
+        drop(too_much);
     }
 }
