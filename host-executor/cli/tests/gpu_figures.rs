@@ -250,6 +250,13 @@ fn gpu_that_is_not_used_is_a_warning_everywhere() {
         let page = site.get("/");
         let line = format!("<p class=\"warning\">The GPU {start}");
         assert!(page.contains(&line), "{name}: {page}");
+        let mut guest = site.serve.connect(&site.scratch.socket());
+        let Reply::Welcome { description, .. } = guest.hello() else {
+            unreachable!("hello() has checked it")
+        };
+        let end = "; a GPU of the host is not used";
+        assert!(description.ends_with(end), "{name}: {description}");
+        drop(guest);
         site.serve.signal(rustix::process::Signal::TERM);
         let (_, log) = site.serve.wait();
         let line = format!("auto: the engine cpu; the GPU {start}");

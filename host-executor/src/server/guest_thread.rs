@@ -266,6 +266,7 @@ fn serve(
         log: shared.session_log.of(tenant.name(), Instant::now()),
         silent: SilentGuests::of(shared, id, place.device, &peer),
         devices: place.devices,
+        has_unused_gpu: shared.unused_gpu.get().is_some(),
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);
     let session = match device.weights.get() {

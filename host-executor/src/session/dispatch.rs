@@ -29,6 +29,10 @@ use crate::stop::StopFlag;
 /// Longest guest name that is kept, in characters.
 const MAX_NAME_CHARS: usize = 200;
 
+/// What the description of a device ends with if the host has a GPU that no engine uses. Not the
+/// name of the GPU, which a program could take for that of the device.
+const UNUSED_GPU: &str = "; a GPU of the host is not used";
+
 /// The version of a session with a guest that offers this.
 ///
 /// # Errors
@@ -233,12 +237,16 @@ impl Session {
         self.protocol = protocol;
         let _ = self.counters.protocol.set(protocol);
         let memory = self.memory();
+        let mut description = self.engine.description().to_owned();
+        if self.has_unused_gpu {
+            description += UNUSED_GPU;
+        }
         Ok(Answer::Message(Reply::Welcome {
             protocol,
             served: HostVersions(VersionRange::SERVED),
             session: self.id,
             engine: self.engine.name().to_owned(),
-            description: self.engine.description().to_owned(),
+            description,
             memory_total: memory.total,
             memory_free: memory.free,
             capabilities: self.engine.capabilities().clone(),

@@ -57,6 +57,8 @@ pub struct Session {
     pub(super) silent: Option<Box<dyn Reclaim>>,
     /// The devices that the host has for the guest, for WELCOME.
     pub(super) devices: DeviceCount,
+    /// Whether the host has a GPU that no engine uses, for WELCOME.
+    pub(super) has_unused_gpu: bool,
     /// The registration of the link's memory with the device, once it has been tried.
     pub(super) pinned: Option<Option<Box<dyn Any + Send>>>,
     /// Whether the link can share memory with the guest.
@@ -86,6 +88,8 @@ pub(crate) struct SharedParts {
     pub(crate) silent: Option<Box<dyn Reclaim>>,
     /// The devices that the server has for the guest.
     pub(crate) devices: DeviceCount,
+    /// Whether the host has a GPU that no engine uses.
+    pub(crate) has_unused_gpu: bool,
 }
 
 impl Session {
@@ -110,6 +114,7 @@ impl Session {
             log: Arc::new(LogLimit::new(GUEST_LINES)),
             silent: None,
             devices: DeviceCount(1),
+            has_unused_gpu: false,
         };
         let activity = Activities::new(1).begin(id, "-", "-");
         Session::of_tenant(id, shared, tenant, Arc::default(), activity)
@@ -133,6 +138,7 @@ impl Session {
             log,
             silent,
             devices,
+            has_unused_gpu,
         } = shared;
         Session {
             id,
@@ -153,6 +159,7 @@ impl Session {
             monitor,
             silent,
             devices,
+            has_unused_gpu,
             pinned: None,
             can_share: false,
         }

@@ -168,6 +168,10 @@ pub(crate) struct Args {
     #[arg(long, hide = true)]
     pub(super) isolated_machine: bool,
 
+    /// The GPU of the machine that no engine uses, and the reason, as the supervisor has found
+    #[arg(long, value_name = "TEXT", hide = true, requires = "isolated_machine")]
+    pub(super) unused_gpu: Option<String>,
+
     /// The devices of the virtual machine of a supervisor, as in its configuration
     #[arg(
         long,

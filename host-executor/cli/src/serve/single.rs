@@ -107,7 +107,7 @@ pub(super) fn run(
     let server = Server::with_devices(devices.collect(), settings.max_guests);
     let mut server = server.context("no thread")?;
     set_places(args, &server, &settings);
-    if let Some(gpu) = &selection.unused_gpu {
+    if let Some(gpu) = selection.unused_gpu.as_ref().or(args.unused_gpu.as_ref()) {
         server.set_unused_gpu(gpu);
     }
     dumps.set_source(server.status_handle());

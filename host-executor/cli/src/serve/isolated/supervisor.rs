@@ -84,7 +84,7 @@ pub(crate) fn run(
 
     let own = std::env::current_exe().context("finding this program")?;
     let limits = Limits::of_this_process().context("limits of the kernel")?;
-    let common = common(args, &settings, engines);
+    let common = common(args, &settings, selection);
     let host_memory = partition::host_memory_of_a_process(&settings, limits.host_memory);
     let host_memory_argument = |bytes: u64| format!("--host-memory={bytes}");
     // Of a worker that starts now. A reload changes it.
@@ -438,7 +438,7 @@ fn machines<'a>(args: &Args, settings: &'a Settings) -> Vec<Machine<'a>> {
 }
 
 /// The arguments of workers and of the processes of virtual machines.
-fn common(args: &Args, settings: &Settings, engines: &[EngineKind]) -> Vec<OsString> {
+fn common(args: &Args, settings: &Settings, selection: &Selection) -> Vec<OsString> {
     let format = match settings.log_format {
         LogFormat::Text => "text",
         LogFormat::Json => "json",
@@ -447,7 +447,7 @@ fn common(args: &Args, settings: &Settings, engines: &[EngineKind]) -> Vec<OsStr
         Sharing::Off => "off",
         Sharing::Tenant | Sharing::All => "tenant",
     };
-    let mut common: Vec<OsString> = { engines.iter() }
+    let mut common: Vec<OsString> = { selection.engines.iter() }
         .map(|engine| format!("--engine={engine}").into())
         .collect();
     common.extend([
@@ -470,6 +470,8 @@ fn common(args: &Args, settings: &Settings, engines: &[EngineKind]) -> Vec<OsStr
     if args.no_sandbox {
         common.push("--no-sandbox".into());
     }
+    let gpu = selection.unused_gpu.as_ref();
+    common.extend(gpu.map(|gpu| format!("--unused-gpu={gpu}").into()));
     common.extend(
         settings
             .log

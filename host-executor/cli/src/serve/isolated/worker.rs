@@ -56,6 +56,9 @@ pub(crate) struct WorkerArgs {
     log: Option<String>,
     #[arg(long)]
     log_format: String,
+    /// The GPU of the machine that no engine uses, and the reason
+    #[arg(long)]
+    unused_gpu: Option<String>,
 }
 
 pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
@@ -103,6 +106,9 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     });
     // The supervisor limits the number of sessions.
     let server = Server::with_devices(devices.collect(), usize::MAX).context("no thread")?;
+    if let Some(gpu) = &args.unused_gpu {
+        server.set_unused_gpu(gpu);
+    }
     let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
     server.share_weights(weights).context("no thread")?;
     sandboxing::enter(&args.engine, Role::Worker, args.no_sandbox, 0)?;
