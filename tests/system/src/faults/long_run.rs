@@ -14,6 +14,8 @@ use xtask_common::workspace;
 use super::all::{self, FAULTS};
 use super::event::Chosen;
 use super::setup::{Counts, Setup};
+use super::upgrade::{UPGRADE, from_the_previous_release};
+use crate::previous::previous;
 
 /// Options of the long run.
 #[derive(Debug, clap::Args)]
@@ -106,7 +108,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     )
 }
 
-/// Injects the faults whose names contain `only`.
+/// Injects the faults whose names contain `only`, the upgrade among them.
 fn inject(cache: &Cache, dist: Option<&Path>, counts: Counts, only: Option<&str>) -> Result<()> {
     heading("faults");
     say(&format!("  --seed {}", counts.seed));
@@ -126,6 +128,17 @@ fn inject(cache: &Cache, dist: Option<&Path>, counts: Counts, only: Option<&str>
                 progress.done(&format!("{} times", row.times));
                 rows.push(row);
             }
+            Err(error) => {
+                progress.failed(&format!("{error:#}"));
+                failed += 1;
+            }
+        }
+    }
+    if only.is_none_or(|text| UPGRADE.contains(text)) {
+        let made = previous(cache)?;
+        let progress = Progress::new(UPGRADE);
+        match from_the_previous_release(&setup, &made.dist, &progress) {
+            Ok(found) => progress.done(&found),
             Err(error) => {
                 progress.failed(&format!("{error:#}"));
                 failed += 1;

@@ -29,4 +29,4 @@ pub(crate) use guest::Program;
 pub(crate) use long_run::{Options, SoakOptions, run, soak};
 pub(crate) use machine::{MachineOptions, be_machine};
 pub(crate) use setup::{Counts, Setup};
-pub(crate) use upgrade::from_the_previous_release;
+pub(crate) use upgrade::{UPGRADE, from_the_previous_release};

@@ -15,6 +15,9 @@ use super::setup::{Setup, TOKENS};
 
 const NAME: &str = "upgrade";
 
+/// The name of the check.
+pub(crate) const UPGRADE: &str = "upgrade below vgpu fd-store";
+
 /// Replaces the file of the executor, and ends the executor, as an upgrade of the package with a
 /// restart does. `vgpu fd-store` goes on in the previous release. A program with the plugin of the
 /// previous release and one with that of this one lose their sessions, and load their models again

@@ -61,7 +61,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
     let made = tests.prepare("the previous release", |tests| previous(tests.cache));
     let Some(made) = made else { return };
-    tests.check("upgrade below vgpu fd-store", |_, step| {
+    tests.check(faults::UPGRADE, |_, step| {
         faults::from_the_previous_release(&prepared, &made.dist, step)
     });
 }

@@ -563,8 +563,9 @@ impl Systemd {
             .good("waiting for the second start of Ollama's service")?;
         self.guest
             .run(&format!(
-                "systemctl start vgpu && {} && pgrep -f 'ollama serve'",
-                until("systemctl is-active -q ollama")
+                "systemctl start vgpu && {} && [ {} -gt 0 ]",
+                until("systemctl is-active -q ollama"),
+                property("MainPID")
             ))?
             .good("waiting for Ollama's service")?;
         let journal = self
