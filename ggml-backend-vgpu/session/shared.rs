@@ -227,7 +227,17 @@ impl SharedConnection {
 /// The id that counts as the last one when a session begins: 0, or such that `VGPU_IDS_LEFT` ids
 /// are left.
 fn last_id() -> u64 {
-    let left = std::env::var("VGPU_IDS_LEFT").ok();
-    let left = left.and_then(|left| left.parse::<u64>().ok());
-    left.map_or(0, |left| u64::MAX - left)
+    let Some(text) = std::env::var_os("VGPU_IDS_LEFT") else {
+        return 0;
+    };
+    match text.to_str().and_then(|text| text.parse::<u64>().ok()) {
+        Some(left) => {
+            tracing::warn!("VGPU_IDS_LEFT: the session ends after {left} buffers or graphs");
+            u64::MAX - left
+        }
+        None => {
+            tracing::warn!("VGPU_IDS_LEFT is ignored: {text:?} is not a number");
+            0
+        }
+    }
 }

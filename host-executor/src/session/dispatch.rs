@@ -238,7 +238,8 @@ impl Session {
         let _ = self.counters.protocol.set(protocol);
         let memory = self.memory();
         let mut description = self.engine.description().to_owned();
-        if self.has_unused_gpu {
+        // A device on another GPU is what a guest expects.
+        if self.has_unused_gpu && self.engine.name() == "cpu" {
             description += UNUSED_GPU;
         }
         Ok(Answer::Message(Reply::Welcome {

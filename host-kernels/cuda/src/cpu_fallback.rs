@@ -68,6 +68,12 @@ impl CpuFallback {
         }
     }
 
+    /// What [`Engine::kept_scratch_bytes`] says of the CPU engine. Starts none.
+    pub(crate) fn kept_scratch_bytes(&self) -> u64 {
+        let engine = self.engine.get().and_then(|engine| engine.as_ref().ok());
+        engine.map_or(0, Engine::kept_scratch_bytes)
+    }
+
     /// The speed of the CPU engine. If it does not start, that of a slow one.
     pub(crate) fn speed(&self) -> Speed {
         self.engine()

@@ -206,6 +206,11 @@ impl Engine for CudaEngine {
         &self.description
     }
 
+    fn kept_scratch_bytes(&self) -> u64 {
+        self.context()
+            .map_or(0, |context| context.cpu_fallback.kept_scratch_bytes())
+    }
+
     fn memory(&self) -> MemoryInfo {
         // A lost device has no memory.
         self.context().map_or_else(

@@ -66,8 +66,8 @@ pub trait Engine: Send + Sync + 'static {
         true
     }
 
-    /// Bytes of the host's memory that the engine has for the next graph while none runs, and that
-    /// no guest is charged for. Takes no lock, and waits for nothing.
+    /// Bytes of the host's memory that the engine keeps for the next graph, and that no guest is
+    /// charged for. Takes no lock, and waits for nothing.
     fn kept_scratch_bytes(&self) -> u64 {
         0
     }

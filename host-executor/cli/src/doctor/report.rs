@@ -81,18 +81,15 @@ impl Report {
         self.checks.iter().all(|c| c.outcome != Outcome::Fail)
     }
 
-    /// What to do about the first failure. A later one is often its consequence.
     /// Makes the commands those of root on a machine that has no `sudo`.
     pub(super) fn leave_out_sudo(&mut self) {
-        for next in self
-            .checks
-            .iter_mut()
-            .filter_map(|check| check.next.as_mut())
-        {
+        let all = self.checks.iter_mut();
+        for next in all.filter_map(|check| check.next.as_mut()) {
             *next = without_sudo(next);
         }
     }
 
+    /// What to do about the first failure. A later one is often its consequence.
     fn next(&self) -> Option<&str> {
         self.checks.iter().find_map(|check| check.next.as_deref())
     }
@@ -137,13 +134,16 @@ impl Report {
     }
 }
 
+/// How what is to be done on another machine is named.
+const ELSEWHERE: [&str; 2] = ["on the host", "on the executor's machine"];
+
 /// The command for root. What is to be done on another machine stays as it is.
 fn without_sudo(next: &str) -> String {
-    match next.strip_prefix("sudoedit ") {
-        Some(rest) => format!("${{EDITOR:-vi}} {rest}"),
-        None if next.starts_with("sudo ") => next.replace("sudo ", ""),
-        None => next.to_owned(),
+    if ELSEWHERE.iter().any(|place| next.contains(place)) {
+        return next.to_owned();
     }
+    next.replace("sudoedit ", "${EDITOR:-vi} ")
+        .replace("sudo ", "")
 }
 
 #[cfg(test)]
@@ -180,6 +180,14 @@ mod tests {
             (
                 "on the host: sudo systemctl restart vgpu",
                 "on the host: sudo systemctl restart vgpu",
+            ),
+            (
+                "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
+                "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
+            ),
+            (
+                "add a component, then sudo apt update && sudo apt install nvidia-driver",
+                "add a component, then apt update && apt install nvidia-driver",
             ),
             ("wait", "wait"),
         ] {

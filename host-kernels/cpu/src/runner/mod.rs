@@ -95,7 +95,8 @@ impl Runner {
         self.team.size()
     }
 
-    /// Bytes of working memory that no run owns, and that are kept for later runs. Takes no lock.
+    /// Bytes of working memory that are kept for later runs: those that no run owns, and those of
+    /// the threads at the end of the last run. Takes no lock.
     pub(crate) fn kept_bytes(&self) -> usize {
         let threads = self.thread_memory.iter().map(KeptThreadMemory::bytes);
         threads.sum::<usize>() + self.free_bytes.load(Ordering::Relaxed)
@@ -347,7 +348,10 @@ impl Runner {
 
     /// Frees the scratch memory of a plan that ends. Small memory is kept.
     pub(crate) fn trim(&self) {
-        self.with_free(|free| free.retain(|scratch| scratch.bytes() <= MAX_IDLE_BYTES));
+        let is_large = |scratch: &mut Scratch| scratch.bytes() > MAX_IDLE_BYTES;
+        let large: Vec<Scratch> = self.with_free(|free| free.extract_if(.., is_large).collect());
+        // Without the lock.
+        drop(large);
     }
 
     /// Keeps scratch memory for later runs, or frees it.

@@ -135,9 +135,10 @@ fn inject(cache: &Cache, dist: Option<&Path>, counts: Counts, only: Option<&str>
         }
     }
     if only.is_none_or(|text| UPGRADE.contains(text)) {
-        let made = previous(cache)?;
         let progress = Progress::new(UPGRADE);
-        match from_the_previous_release(&setup, &made.dist, &progress) {
+        let upgraded = previous(cache)
+            .and_then(|made| from_the_previous_release(&setup, &made.dist, &progress));
+        match upgraded {
             Ok(found) => progress.done(&found),
             Err(error) => {
                 progress.failed(&format!("{error:#}"));

@@ -1016,7 +1016,8 @@ impl<'a> Soak<'a> {
         }
         let status = self.expect_status()?;
         let (pid, heaps) = (self.executor.pid(), &self.heaps);
-        // The heap first: what the C library keeps of freed memory is no leak of ours.
+        // The heap first: what the C library keeps of freed memory is no leak of ours. The engine's
+        // working memory is part of the heap: the model needs less than what the engine maps.
         let scratch = status.kept_scratch - self.status.kept_scratch;
         let grown = heaps.expect_no_more(pid, (self.heap, scratch), "the executor", HANG)?;
         let grown = grown - scratch;

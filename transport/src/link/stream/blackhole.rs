@@ -1,6 +1,6 @@
 //! Tests of networks that drop all packets, and of peers that take no bytes.
 
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd as _;
 use std::thread;
@@ -16,7 +16,7 @@ use crate::error::LinkError;
 use crate::limits::MAX_PAYLOAD;
 use crate::link::end::{GuestEnd as _, HostEnd as _};
 use crate::link::side::Side;
-use crate::shm::liveness::STALL;
+use crate::shm::liveness::{PERIOD, STALL};
 
 /// Lets a socket receive nothing more, not even acknowledgements.
 fn drop_all_packets(socket: &TcpStream) {
@@ -61,22 +61,43 @@ fn connection() -> (TcpStream, TcpStream) {
     (guest, host)
 }
 
-/// A guest that only waits: keep-alive probes get no answer.
+/// A guest that asks for nothing, and only has its heartbeat: the kernel waits for the
+/// acknowledgement of that for minutes.
 #[test]
-fn peer_whose_packets_are_lost_is_given_up_by_the_kernel() {
-    let (mut guest, host) = connection();
-    drop_all_packets(&host);
-    let start = Instant::now();
-    let limit = Timespec {
-        tv_sec: 100,
-        tv_nsec: 0,
-    };
-    let mut readable = [PollFd::new(&guest, PollFlags::IN)];
-    poll(&mut readable, Some(&limit)).unwrap();
-    let error = guest.read(&mut [0; 8]).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::TimedOut);
-    // Not before a host that was stopped for a moment has been waited for.
-    assert!(start.elapsed() > STALL);
+fn host_whose_packets_are_lost_is_given_up_by_a_guest_that_asks_for_nothing() {
+    let (guest, host) = connection();
+    let socket = guest.try_clone().unwrap();
+    let mut host = StreamHost::new(Box::new(Plain::new(host))).unwrap();
+    let guest = StreamGuest::new(Box::new(Plain::new(guest)));
+    let mut guest = guest.with_heartbeat().unwrap();
+    host.send(b"hello", 0, &mut |_| {}).unwrap();
+    guest
+        .receive(&mut Vec::new(), (&mut [][..]).into())
+        .unwrap();
+    // The host has a heartbeat.
+    thread::sleep(3 * PERIOD);
+    assert!(!guest.is_closed());
+    drop_all_packets(&socket);
+    thread::sleep(STALL / 2);
+    assert!(!guest.is_closed());
+    thread::sleep(STALL);
+    // No call has waited.
+    let error = guest.try_receive(&mut Vec::new());
+    let seconds = STALL.as_secs();
+    assert_eq!(error, Err(LinkError::Stalled { seconds }));
+}
+
+/// The heartbeats of a host do not fill the window of a guest that asks for nothing.
+#[test]
+fn guest_that_asks_for_nothing_reads() {
+    let (guest, host) = connection();
+    let mut host = StreamHost::new(Box::new(Plain::new(host))).unwrap();
+    let guest = StreamGuest::new(Box::new(Plain::new(guest)));
+    let _guest = guest.with_heartbeat().unwrap();
+    // More than the buffers of both sockets and the queue of the host have.
+    for _ in 0..32 {
+        host.send(b"reply", MAX_PAYLOAD, &mut |_| {}).unwrap();
+    }
 }
 
 /// A guest that has sent something: the kernel waits for the acknowledgement.
@@ -91,7 +112,7 @@ fn host_whose_packets_are_lost_is_given_up_without_its_heartbeat() {
     assert_eq!(error, Err(LinkError::Stalled { seconds }));
 }
 
-/// A paused machine acknowledges nothing, and its host waits for it as long as on other links.
+/// A paused machine acknowledges nothing, and its host waits for it longer than a guest for a host.
 #[test]
 fn host_waits_for_a_machine_that_acknowledges_nothing() {
     // Longer than a guest waits for a host.

@@ -16,7 +16,7 @@ use crate::fork::OwnFd;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::side::Side;
 use crate::link::stream_state::StreamFigures;
-use crate::shm::liveness::{SILENCE, Silence, StillTime};
+use crate::shm::liveness::{SILENCE, STALL, Silence, StillTime};
 
 /// The size of a frame's header, in bytes.
 const HEADER: usize = 24;
@@ -66,8 +66,8 @@ impl Side {
 
     /// The time that the kernel of this side waits for a peer over TCP that acknowledges nothing or
     /// takes no bytes (`TCP_USER_TIMEOUT`). A host waits as long for a paused machine as on every
-    /// other link. A guest has no such limit: a busy host takes no bytes, and lives. What shows a
-    /// guest that its host lives is the heartbeat.
+    /// other link. A guest has no such limit: a busy host takes no bytes, and lives. The heartbeat
+    /// thread of a guest looks whether its host does ([`Framing::listen`]).
     pub(super) fn user_timeout(self) -> Option<Duration> {
         match self {
             Side::Guest => None,
@@ -75,10 +75,9 @@ impl Side {
         }
     }
 
-    /// How long the peer has answered nothing when the kernel of this side gives it up.
+    /// How long the peer has answered nothing, at least, when the kernel of this side gives it up.
     fn given_up_after(self) -> Duration {
-        self.user_timeout()
-            .unwrap_or(KEEPALIVE_IDLE + KEEPALIVE_PROBES * KEEPALIVE_PERIOD)
+        self.user_timeout().unwrap_or(STALL)
     }
 }
 
@@ -165,6 +164,10 @@ pub(super) struct Framing {
     retired: u64,
     /// Whether bytes have arrived since the last call of `take_activity`.
     activity: bool,
+    /// Whether bytes have arrived since the last call of `check_heartbeat`.
+    is_heard: bool,
+    /// Whether a thread waits for bytes of the peer, and reads them itself.
+    pub(super) is_awaited: bool,
     /// Whether the peer has sent a heartbeat.
     has_heartbeat: bool,
     /// The time without bytes of a peer that has a heartbeat.
@@ -193,6 +196,8 @@ impl Framing {
             side,
             retired: 0,
             activity: false,
+            is_heard: false,
+            is_awaited: false,
             has_heartbeat: false,
             still: StillTime::new(),
             error: None,
@@ -226,7 +231,7 @@ impl Framing {
     /// Checks, after a [`pump`](Framing::pump), that a peer with a heartbeat has sent something
     /// within `limit`. The process of the peer may have ended without a message of its machine.
     pub(super) fn check_heartbeat(&mut self, limit: Duration) -> Result<(), LinkError> {
-        let is_heard = self.take_activity();
+        let is_heard = std::mem::take(&mut self.is_heard);
         // An end that does not read hears nothing.
         let still = self.still.check(is_heard || !self.reads());
         if !self.has_heartbeat || still < limit {
@@ -234,6 +239,21 @@ impl Framing {
         }
         let seconds = still.as_secs();
         Err(self.fail(LinkError::Stalled { seconds }))
+    }
+
+    /// What the heartbeat thread does once per period. A guest reads, also while its program asks
+    /// for nothing: the heartbeats of its host would fill its window, and the lack of them shows
+    /// that the host is gone. The kernel does not: it sends no keep-alive probes while heartbeats
+    /// of this end are not acknowledged.
+    pub(super) fn listen(&mut self) -> Result<(), LinkError> {
+        // Bytes that another thread waits for are that thread's to read, or it would sleep on.
+        match self.side {
+            Side::Guest if !self.is_awaited => {
+                self.pump()?;
+                self.check_heartbeat(STALL)
+            }
+            Side::Guest | Side::Host => self.push_out(),
+        }
     }
 
     /// How long a peer with a heartbeat has sent nothing, for other threads.
@@ -368,6 +388,7 @@ impl Framing {
                 Ok(0) => Err(LinkError::Closed),
                 Ok(count) => {
                     self.activity = true;
+                    self.is_heard = true;
                     self.figures.received(count);
                     self.parse(&chunk[..count]).map(|()| true)
                 }

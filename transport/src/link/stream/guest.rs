@@ -92,9 +92,12 @@ impl StreamGuest {
                 return Err(framing.fail(LinkError::Stalled { seconds }));
             }
             let wait = framing.waiting();
+            framing.is_awaited = true;
             drop(framing);
             self.counters.sleeps += 1;
-            wait.wait(POLL_PERIOD.min(left))?;
+            let waited = wait.wait(POLL_PERIOD.min(left));
+            lock(&self.framing).is_awaited = false;
+            waited?;
             let sent = self.sent;
             let state = || format!("the last request was {sent}");
             self.slow_wait.check(began.elapsed(), state);

@@ -68,7 +68,7 @@ fn beat(framing: &SharedFraming) -> bool {
     if framing.unsent() == 0 {
         framing.push(FrameKind::Heartbeat, 0, &[], 0, |_| {});
     }
-    let _ = framing.push_out(); // stored; the next call that returns a result reports it
+    let _ = framing.listen(); // stored; the next call that returns a result reports it
     true
 }
 
