@@ -17,6 +17,9 @@ use super::setup::{Row, Setup, TOKENS, exists};
 /// context and graphs some 10 MiB.
 const FOR_ONE: &str = "48M";
 
+/// What a guest is told of it: how much it wanted, and how much was free.
+const NUMBERS: &str = " of 48.0 MiB free";
+
 /// What a limit of the executor does.
 const LIMITED: &str = "loads fail under the limit and work without it; another guest has the same \
                        tokens; the executor keeps running and leaks nothing";
@@ -54,6 +57,11 @@ pub(super) fn memory(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         progress.note(&format!("{} of {times}", round + 1));
     }
     expect_no_more(executor.pid(), &before, "the executor", HANG)?;
+    ensure!(
+        second.log().contains(NUMBERS),
+        "the guest is not told the numbers: {}",
+        second.log()
+    );
     first.finish()?;
     second.finish()?;
     executor.stop()?;
