@@ -292,8 +292,8 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
     // The machine has the window of its start.
     for other in [
         (&*socket, r#"window = "64M", silence = 60"#),
-        (&*socket, r#"window = "32M", silence = 60"#),
-        (&*other_socket, r#"window = "32M", silence = 60"#),
+        (&*socket, r#"window = "128M", silence = 60"#),
+        (&*other_socket, r#"window = "128M", silence = 60"#),
     ] {
         reload(Some(other));
         assert!(other.0.exists(), "{other:?} is not served");

@@ -567,13 +567,13 @@ impl<'a> Soak<'a> {
         // Tokens that came before the end of the event. A program that had ended waits for nothing.
         let mut left = Vec::new();
         for program in working.drain(..) {
-            let guest = &mut self.programs[program].guest;
+            let Program { name, guest, .. } = &mut self.programs[program];
             match guest.ended()? {
                 Some(outcome @ Outcome::Tokens(_)) => {
                     outcomes.push((program, outcome, Duration::ZERO));
                 }
                 Some(outcome) => {
-                    self.waits.add(event, Duration::ZERO);
+                    self.waits.add(event, name, Duration::ZERO);
                     outcomes.push((program, outcome, Duration::ZERO));
                 }
                 None => left.push((program, false)),
@@ -589,7 +589,7 @@ impl<'a> Soak<'a> {
                 .with_context(|| format!("{name} has crashed"))?;
             let took = happened.elapsed();
             if said.is_some() && !has_gone_on {
-                self.waits.add(event, took);
+                self.waits.add(event, name, took);
             }
             match said {
                 Some(Said::End(outcome)) => outcomes.push((program, outcome, took)),

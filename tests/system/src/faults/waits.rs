@@ -24,11 +24,18 @@ const MIN_COUNT: usize = 5;
 /// The times from the end of an event to the next token, or to the error, of each program that
 /// worked meanwhile.
 #[derive(Debug, Default)]
-pub(super) struct Waits(BTreeMap<Event, Vec<Duration>>);
+pub(super) struct Waits {
+    times: BTreeMap<Event, Vec<Duration>>,
+    /// The longest time, and the program that waited.
+    longest: Option<(Duration, Event, &'static str)>,
+}
 
 impl Waits {
-    pub(super) fn add(&mut self, event: Event, waited: Duration) {
-        self.0.entry(event).or_default().push(waited);
+    pub(super) fn add(&mut self, event: Event, program: &'static str, waited: Duration) {
+        self.times.entry(event).or_default().push(waited);
+        if self.longest.is_none_or(|(longest, ..)| longest < waited) {
+            self.longest = Some((waited, event, program));
+        }
     }
 
     /// The median of each event is its stated time at most, and what a program that works takes
@@ -38,7 +45,7 @@ impl Waits {
     /// # Errors
     /// It is longer.
     pub(super) fn check(&self, work: Duration) -> Result<()> {
-        for (event, waits) in &self.0 {
+        for (event, waits) in &self.times {
             let times = Percentiles::of(waits);
             let most = event.stated() + SMALL + work;
             ensure!(
@@ -57,10 +64,18 @@ impl Waits {
 
 impl fmt::Display for Waits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let lines = { self.0.iter() }
+        let lines = { self.times.iter() }
             .map(|(event, waits)| format!("{event} {}", Percentiles::of(waits)))
             .collect::<Vec<_>>();
-        f.write_str(&lines.join(", "))
+        f.write_str(&lines.join(", "))?;
+        match self.longest {
+            Some((waited, event, program)) => write!(
+                f,
+                "; the longest wait was that of {program} after {event}, {:.2} s",
+                waited.as_secs_f64()
+            ),
+            None => Ok(()),
+        }
     }
 }
 
@@ -123,12 +138,22 @@ mod tests {
     }
 
     #[test]
+    fn longest_wait_has_its_program() {
+        let mut all = Waits::default();
+        for (program, wait) in [("a", 1), ("b", 4), ("c", 2)] {
+            all.add(Event::GuestForks, program, Duration::from_secs(wait));
+        }
+        let end = "; the longest wait was that of b after guest forks, 4.00 s";
+        assert!(all.to_string().ends_with(end), "{all}");
+    }
+
+    #[test]
     fn event_after_which_most_programs_wait_too_long_is_found() {
         let work = Duration::from_secs(1);
         let of = |event, waits: &[u64]| {
             let mut all = Waits::default();
             let waits = waits.iter().map(|&wait| Duration::from_secs(wait));
-            waits.for_each(|wait| all.add(event, wait));
+            waits.for_each(|wait| all.add(event, "a", wait));
             all.check(work).map_err(|error| error.to_string())
         };
         // One late program is no median, and the time of a stall is stated.
