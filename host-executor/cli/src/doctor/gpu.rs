@@ -96,22 +96,20 @@ fn install_driver(root: &Root) -> String {
 fn has_non_free(root: &Root) -> bool {
     let folder = fs::read_dir(root.path("/etc/apt/sources.list.d"));
     let files = folder.into_iter().flatten().flatten();
-    let files = files.map(|file| file.path());
     let is_source = |path: &std::path::PathBuf| {
-        let kind = path.extension().and_then(|kind| kind.to_str());
-        matches!(kind, Some("list" | "sources"))
+        let kind = path.extension();
+        kind.is_some_and(|kind| kind == "list" || kind == "sources")
     };
-    let files = files.filter(is_source);
+    let has_it = |line: &str| {
+        let is_read = !line.starts_with('#') && !line.starts_with("deb-src ");
+        is_read && line.split_whitespace().any(|word| word == "non-free")
+    };
     files
+        .map(|file| file.path())
         .chain([root.path("/etc/apt/sources.list")])
+        .filter(is_source)
         .filter_map(|file| fs::read_to_string(file).ok())
-        .any(|text| {
-            let mut lines = text.lines().map(str::trim_start);
-            let mut lines = lines
-                .by_ref()
-                .filter(|line| !line.starts_with('#') && !line.starts_with("deb-src "));
-            lines.any(|line| line.split_whitespace().any(|word| word == "non-free"))
-        })
+        .any(|text| text.lines().map(str::trim_start).any(has_it))
 }
 
 #[cfg(feature = "cuda")]
