@@ -105,7 +105,12 @@ fn until(condition: &str) -> String {
 
 /// A condition of the shell on a property of a virtual machine's service.
 fn has(property: &str, wanted: &str) -> String {
-    format!("[ \"$(systemctl show -p {property} --value vgpu@vm1)\" {wanted} ]")
+    unit_has("vgpu@vm1", property, wanted)
+}
+
+/// A condition of the shell on a property of a unit.
+fn unit_has(unit: &str, property: &str, wanted: &str) -> String {
+    format!("[ \"$(systemctl show -p {property} --value {unit})\" {wanted} ]")
 }
 
 /// A booted machine with systemd.
@@ -547,25 +552,20 @@ impl Systemd {
                  && systemctl daemon-reload"
             ))?
             .good("installing the plugin for Ollama")?;
-        let property = |name: &str| format!("$(systemctl show -p {name} --value ollama)");
-        let again = until(&format!("[ {} -ge 1 ]", property("NRestarts")));
-        let waits = format!(
-            "[ {} = start-pre ] && [ {} = 0 ]",
-            property("SubState"),
-            property("MainPID")
-        );
+        let ollama = |property: &str, wanted: &str| unit_has("ollama", property, wanted);
+        let again = until(&ollama(RESTARTS, "-ge 1"));
+        let [waiting, no_program] = [ollama("SubState", "= start-pre"), ollama("MainPID", "= 0")];
+        let waits = until(&format!("{waiting} && {no_program}"));
         self.guest
             .run(&format!(
-                "systemctl start --no-block ollama && {} && {again} && {}",
-                until(&waits),
-                until(&waits)
+                "systemctl start --no-block ollama && {waits} && {again} && {waits}"
             ))?
             .good("waiting for the second start of Ollama's service")?;
         self.guest
             .run(&format!(
-                "systemctl start vgpu && {} && [ {} -gt 0 ]",
+                "systemctl start vgpu && {} && {}",
                 until("systemctl is-active -q ollama"),
-                property("MainPID")
+                ollama("MainPID", "-gt 0")
             ))?
             .good("waiting for Ollama's service")?;
         let journal = self
