@@ -1,8 +1,9 @@
 //! Container images, as archives in the layout of the OCI: the executor, and llama-server with the
 //! plugin. They are made without a daemon and without a registry: podman, skopeo, buildah and
-//! containerd read them.
+//! containerd read them. `docker load` does, too: Docker before 25 reads `manifest.json` instead of
+//! the OCI's documents.
 //!
-//! By hand: tar writes the layers, and what is left are three JSON documents.
+//! By hand: tar writes the layers, and what is left are four JSON documents.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -46,6 +47,11 @@ struct Blob {
 impl Blob {
     fn descriptor(&self) -> Value {
         json!({"mediaType": self.media_type, "digest": self.digest, "size": self.size})
+    }
+
+    /// The path in the archive.
+    fn path(&self) -> String {
+        format!("blobs/{}", self.digest.replace(':', "/"))
     }
 }
 
@@ -175,71 +181,102 @@ impl Image<'_> {
         let packages = debian_base(&base, self.base, self.folders)?;
         let program = scratch.path().join("program");
         lay_out(&program, files)?;
-
-        let layout = scratch.path().join("layout");
-        let blobs = layout.join("blobs/sha256");
-        fs::create_dir_all(&blobs).context("creating a folder for blobs")?;
-        let mut diffs = Vec::new();
-        let mut layers = Vec::new();
-        for tree in [&base, &program] {
-            let (diff, layer) = layer(tree, &blobs)?;
-            diffs.push(diff);
-            layers.push(layer.descriptor());
-        }
-        let created = [
-            "log",
-            "-1",
-            "--date=format-local:%Y-%m-%dT%H:%M:%SZ",
-            "--format=%cd",
-        ];
-        let created = version::git(workspace::root(), &created);
         // The names of the OCI's own labels.
         self.config["Labels"] = json!({
             "org.opencontainers.image.title": self.title,
             "org.opencontainers.image.version": version,
             "ggml-vgpu.debian-packages": packages,
         });
-        let config = json!({
-            "architecture": architecture,
-            "os": "linux",
-            "created": created,
-            "config": self.config,
-            "rootfs": {"type": "layers", "diff_ids": diffs},
-        });
-        let config = json_blob(&config, "application/vnd.oci.image.config.v1+json", &blobs)?;
-        let manifest = json!({
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "config": config.descriptor(),
-            "layers": layers,
-        });
-        let manifest = json_blob(
-            &manifest,
-            "application/vnd.oci.image.manifest.v1+json",
-            &blobs,
-        )?;
-        let mut descriptor = manifest.descriptor();
-        descriptor["platform"] = json!({"architecture": architecture, "os": "linux"});
-        // A tag has no plus sign.
-        let tag = format!("{}:{}", self.name, version.replace('+', "-"));
-        descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": tag});
-        let index = json!({
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.index.v1+json",
-            "manifests": [descriptor],
-        });
-        fs::write(layout.join("index.json"), index.to_string()).context("writing the index")?;
-        fs::write(
-            layout.join("oci-layout"),
-            r#"{"imageLayoutVersion":"1.0.0"}"#,
-        )
-        .context("writing the layout's version")?;
         let archive = folder.join(format!("{}-{version}-{architecture}.oci.tar", self.archive));
-        let mut tar = reproducible_tar()?;
-        tar.arg("-cf").arg(&archive).arg("-C").arg(&layout);
-        process::output(tar.args(["oci-layout", "index.json", "blobs"]))?;
+        pack(
+            [&base, &program],
+            &self.config,
+            architecture,
+            &self.tag(version),
+            &archive,
+        )?;
         Ok(packages)
     }
+
+    /// The image's name with a tag. A tag has no plus sign.
+    fn tag(&self, version: &str) -> String {
+        format!("{}:{}", self.name, version.replace('+', "-"))
+    }
+}
+
+/// Writes `archive`: an image of two layers, with `config` of the OCI's image configuration.
+fn pack(
+    layers: [&Path; 2],
+    config: &Value,
+    architecture: &str,
+    tag: &str,
+    archive: &Path,
+) -> Result<()> {
+    let scratch = Scratch::new()?;
+    let layout = scratch.path();
+    let blobs = layout.join("blobs/sha256");
+    fs::create_dir_all(&blobs).context("creating a folder for blobs")?;
+    let mut diffs = Vec::new();
+    let mut blobs_of_layers = Vec::new();
+    for tree in layers {
+        let (diff, blob) = layer(tree, &blobs)?;
+        diffs.push(diff);
+        blobs_of_layers.push(blob);
+    }
+    let created = [
+        "log",
+        "-1",
+        "--date=format-local:%Y-%m-%dT%H:%M:%SZ",
+        "--format=%cd",
+    ];
+    let created = version::git(workspace::root(), &created);
+    let config = json!({
+        "architecture": architecture,
+        "os": "linux",
+        "created": created,
+        "config": config,
+        "rootfs": {"type": "layers", "diff_ids": diffs},
+    });
+    let config = json_blob(&config, "application/vnd.oci.image.config.v1+json", &blobs)?;
+    let layers: Vec<Value> = blobs_of_layers.iter().map(Blob::descriptor).collect();
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": config.descriptor(),
+        "layers": layers,
+    });
+    let manifest = json_blob(
+        &manifest,
+        "application/vnd.oci.image.manifest.v1+json",
+        &blobs,
+    )?;
+    let mut descriptor = manifest.descriptor();
+    descriptor["platform"] = json!({"architecture": architecture, "os": "linux"});
+    descriptor["annotations"] = json!({
+        "org.opencontainers.image.ref.name": tag,
+        // containerd, and so Docker with containerd's store, takes the whole name as it stands
+        // here. Docker and the kubelet look for an image without a registry under this name.
+        "io.containerd.image.name": format!("docker.io/library/{tag}"),
+    });
+    let index = json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.index.v1+json",
+        "manifests": [descriptor],
+    });
+    // Docker's own format, of the same blobs. Docker unpacks layers of gzip there, too.
+    let paths: Vec<String> = blobs_of_layers.iter().map(Blob::path).collect();
+    let of_docker = json!([{"Config": config.path(), "RepoTags": [tag], "Layers": paths}]);
+    for (name, text) in [
+        ("index.json", index.to_string()),
+        ("manifest.json", of_docker.to_string()),
+        ("oci-layout", r#"{"imageLayoutVersion":"1.0.0"}"#.to_owned()),
+    ] {
+        fs::write(layout.join(name), text).with_context(|| format!("writing {name}"))?;
+    }
+    let mut tar = reproducible_tar()?;
+    tar.arg("-cf").arg(archive).arg("-C").arg(layout);
+    process::output(tar.args(["oci-layout", "index.json", "manifest.json", "blobs"]))?;
+    Ok(())
 }
 
 /// A path of the image, below its root.
@@ -380,6 +417,70 @@ fn place(file: &Path, media_type: &'static str, blobs: &Path) -> Result<Blob> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A small image in `folder`, of two layers with a file each.
+    fn sample(folder: &Path) -> PathBuf {
+        let trees = ["base", "program"].map(|name| folder.join(name));
+        for tree in &trees {
+            fs::create_dir_all(tree).unwrap();
+            fs::write(
+                tree.join("file"),
+                tree.file_name().unwrap().as_encoded_bytes(),
+            )
+            .unwrap();
+        }
+        let archive = folder.join("image.oci.tar");
+        let config = json!({"Cmd": ["vgpu"]});
+        let trees = [trees[0].as_path(), &trees[1]];
+        pack(trees, &config, "amd64", "ggml-vgpu:0.1.0", &archive).unwrap();
+        archive
+    }
+
+    /// Docker's document names the configuration and the layers of the OCI's documents, in their
+    /// order, and the layers unpacked have the hashes that Docker compares.
+    #[test]
+    fn manifest_of_docker_names_the_blobs_of_the_oci() {
+        let scratch = Scratch::new().unwrap();
+        let folder = scratch.path();
+        let mut unpack = Command::new("tar");
+        unpack.arg("-xf").arg(sample(folder)).arg("-C").arg(folder);
+        process::output(&mut unpack).unwrap();
+        let read = |path: &str| -> Value {
+            let text = fs::read_to_string(folder.join(path)).unwrap();
+            serde_json::from_str(&text).unwrap()
+        };
+        let path = |descriptor: &Value| {
+            let digest = descriptor["digest"].as_str().unwrap();
+            format!("blobs/{}", digest.replace(':', "/"))
+        };
+        let index = read("index.json");
+        let manifest = read(&path(&index["manifests"][0]));
+        let layers = manifest["layers"].as_array().unwrap();
+        let layers: Vec<String> = layers.iter().map(path).collect();
+        let config = path(&manifest["config"]);
+        let of_docker = json!([{
+            "Config": config, "RepoTags": ["ggml-vgpu:0.1.0"], "Layers": layers,
+        }]);
+        assert_eq!(read("manifest.json"), of_docker);
+        let diffs = read(&config)["rootfs"]["diff_ids"].take();
+        assert_eq!(diffs.as_array().unwrap().len(), 2);
+        for (layer, diff) in layers.iter().zip(diffs.as_array().unwrap()) {
+            let part = folder.join("part.gz");
+            fs::copy(folder.join(layer), &part).unwrap();
+            process::output(Command::new("gzip").arg("-df").arg(&part)).unwrap();
+            let sum = sha256(&folder.join("part")).unwrap();
+            assert_eq!(diff, &json!(format!("sha256:{sum}")));
+        }
+    }
+
+    #[test]
+    fn image_of_the_same_files_has_the_same_bytes() {
+        let [first, second] = [Scratch::new().unwrap(), Scratch::new().unwrap()];
+        let bytes = |scratch: &Scratch| fs::read(sample(scratch.path())).unwrap();
+        let first = bytes(&first);
+        assert!(first.len() > 1024, "{} bytes", first.len());
+        assert!(first == bytes(&second), "the archives differ");
+    }
 
     /// The loader is where programs look for it, whether a release has it below `/usr` or not.
     #[test]

@@ -35,7 +35,7 @@ pub(super) struct Image {
 
 impl Image {
     /// Unpacks an archive into the new folder `folder`. Every document must name the next one by
-    /// the hash of its content.
+    /// the hash of its content, and Docker's document must name the same files.
     pub(super) fn unpack(archive: &Path, folder: &Path) -> Result<Image> {
         let (layout, root) = (folder.join("layout"), folder.join("root"));
         for folder in [&layout, &root] {
@@ -66,6 +66,8 @@ impl Image {
         for layer in layers {
             unpack(&blob(layer)?, &root)?;
         }
+        let of_docker = read(&layout.join("manifest.json"))?;
+        expect_manifest_of_docker(&of_docker, &index, &manifest)?;
         Ok(Image {
             root,
             config: config["config"].take(),
@@ -78,6 +80,31 @@ impl Image {
         let words = self.config[list].as_array().into_iter().flatten();
         words.filter_map(Value::as_str).map(str::to_owned).collect()
     }
+}
+
+/// `docker load` of Docker before 25 reads `manifest.json` and nothing else: it must name the
+/// configuration and the layers of the OCI's `manifest`, and a tag without a plus sign.
+fn expect_manifest_of_docker(of_docker: &Value, index: &Value, manifest: &Value) -> Result<()> {
+    let path = |descriptor: &Value| {
+        let digest = descriptor["digest"].as_str().unwrap_or_default();
+        json!(format!("blobs/{}", digest.replace(':', "/")))
+    };
+    let tag = &index["manifests"][0]["annotations"]["org.opencontainers.image.ref.name"];
+    let is_tag = tag
+        .as_str()
+        .is_some_and(|tag| tag.contains(':') && !tag.contains('+'));
+    ensure!(is_tag, "{tag} is no tag");
+    let layers = manifest["layers"].as_array().into_iter().flatten();
+    let expected = json!([{
+        "Config": path(&manifest["config"]),
+        "RepoTags": [tag],
+        "Layers": layers.map(path).collect::<Vec<_>>(),
+    }]);
+    ensure!(
+        *of_docker == expected,
+        "manifest.json is {of_docker}, not {expected}"
+    );
+    Ok(())
 }
 
 /// A container of an image: which folders of the host it has, and what follows its entry point.
