@@ -4,7 +4,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::cache::Cache;
 use crate::packages;
@@ -167,6 +167,12 @@ pub struct PortableServer {
     pub source: PathBuf,
     /// The licenses of what is compiled in, by their paths in `source`.
     pub licenses: Vec<PathBuf>,
+    /// What the sources call themselves, such as `0.5.0`.
+    pub version: String,
+    /// The commit of llama.cpp.
+    pub commit: String,
+    /// The names of the libraries in its folder `vendor`, which have no versions there.
+    pub carried: Vec<String>,
 }
 
 /// Builds llama-server for other machines with the C library of this one: with a CPU backend of
@@ -205,9 +211,57 @@ pub fn portable_server(cache: &Cache) -> Result<PortableServer> {
     })?;
     Ok(PortableServer {
         programs: root.join("bin"),
+        version: version_of(&source)?,
+        commit: commit_of(&source)?,
+        carried: carried(&source)?,
         source,
         licenses,
     })
+}
+
+/// The version in llama.cpp's CMakeLists.txt.
+fn version_of(source: &Path) -> Result<String> {
+    let file = source.join("CMakeLists.txt");
+    let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+    let part = |name: &str| {
+        let start = format!("set(LLAMA_VERSION_{name} ");
+        let part = text.split(&start).nth(1)?.split(')').next()?;
+        part.parse::<u32>().ok()
+    };
+    let parts = ["MAJOR", "MINOR", "PATCH"].map(part);
+    let [Some(major), Some(minor), Some(patch)] = parts else {
+        bail!("{} has no version: {parts:?}", file.display());
+    };
+    Ok(format!("{major}.{minor}.{patch}"))
+}
+
+/// The commit of llama.cpp that the Python package has taken: the first that its list of changes
+/// names below its version.
+fn commit_of(source: &Path) -> Result<String> {
+    let file = source.join("../../CHANGELOG.md");
+    let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+    let heading = format!("\n## [{PYTHON_VERSION}]\n");
+    let section = text.split(&heading).nth(1).unwrap_or_default();
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let commit = section.split("ggml-org/llama.cpp@").nth(1);
+    let commit = commit.and_then(|rest| rest.split_whitespace().next());
+    let commit = commit.filter(|commit| commit.bytes().all(|byte| byte.is_ascii_hexdigit()));
+    commit
+        .map(str::to_owned)
+        .with_context(|| format!("{} names no commit for {PYTHON_VERSION}", file.display()))
+}
+
+/// The names of the folders in llama.cpp's folder `vendor`, sorted.
+fn carried(source: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(source.join("vendor")).context("listing vendor")? {
+        let entry = entry.context("listing vendor")?;
+        if entry.file_type().context("listing vendor")?.is_dir() {
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    names.sort_unstable();
+    Ok(names)
 }
 
 /// What llama.cpp is built without, everywhere.
@@ -616,5 +670,43 @@ impl Instructions {
                 .map(|f| format!("-DGGML_{f}=ON"))
                 .collect(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scratch::Scratch;
+
+    #[test]
+    fn version_and_commit_are_those_of_the_sources() {
+        let scratch = Scratch::new().expect("a folder");
+        let source = scratch.path().join("vendor/llama.cpp");
+        for library in ["vendor/stb", "vendor/hash/sha256"] {
+            std::fs::create_dir_all(source.join(library)).expect("a folder");
+        }
+        let cmake = "set(LLAMA_VERSION_MAJOR 0)\nset(LLAMA_VERSION_MINOR 5)\n\
+                     set(LLAMA_VERSION_PATCH 12)\n\
+                     set(LLAMA_VERSION_BASE \"${LLAMA_VERSION_MAJOR}\")\n";
+        std::fs::write(source.join("CMakeLists.txt"), cmake).expect("a file");
+        std::fs::write(source.join("vendor/CMakeLists.txt"), "").expect("a file");
+        assert_eq!(version_of(&source).expect("a version"), "0.5.12");
+        assert_eq!(carried(&source).expect("names"), ["hash", "stb"]);
+
+        let changes = |version: &str| {
+            let text = format!(
+                "# Changelog\n\n## [Unreleased]\n\n- ggml-org/llama.cpp@aaaa\n\n## [{version}]\n\n\
+                 - feat: update llama.cpp to ggml-org/llama.cpp@0c1e57098\n- other\n\n\
+                 ## [0.0.1]\n\n- ggml-org/llama.cpp@bbbb\n"
+            );
+            std::fs::write(scratch.path().join("CHANGELOG.md"), text).expect("a file");
+            commit_of(&source)
+        };
+        assert_eq!(changes(PYTHON_VERSION).expect("a commit"), "0c1e57098");
+        let error = changes("9.9.9").expect_err("no such version").to_string();
+        assert!(error.contains("names no commit for"), "{error}");
+        std::fs::write(source.join("CMakeLists.txt"), "project(x)\n").expect("a file");
+        let error = version_of(&source).expect_err("no version").to_string();
+        assert!(error.contains("has no version"), "{error}");
     }
 }

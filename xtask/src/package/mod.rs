@@ -3,6 +3,7 @@
 
 mod contents;
 mod deb;
+mod debian_base;
 mod layout;
 mod oci;
 mod rpm;
@@ -187,19 +188,20 @@ impl Release {
     }
 
     fn images(&self, server: Option<PortableServer>) -> Result<()> {
-        let Release {
-            dist,
-            generated,
-            version,
-            folder,
-            ..
-        } = self;
+        let sources = oci::Sources {
+            dist: &self.dist,
+            generated: &self.generated,
+            tree: &self.tree,
+            has_machine_code: self.machine_code > 0,
+            version: &self.version,
+            folder: &self.folder,
+        };
         let progress = Progress::new("packing the OCI image of the executor");
-        let base = oci::executor(dist, generated, version, folder)?;
+        let base = oci::executor(sources)?;
         progress.done(&format!("on {base}"));
         if let Some(server) = server {
             let progress = Progress::new("packing the OCI image of llama-server");
-            let base = oci::llama_server(dist, generated, &server, version, folder)?;
+            let base = oci::llama_server(sources, &server)?;
             progress.done(&format!("on {base}"));
         }
         Ok(())

@@ -5,7 +5,6 @@
 //!
 //! By hand: tar writes the layers, and what is left are four JSON documents.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,8 +13,9 @@ use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
 use super::contents::Generated;
+use super::debian_base::{self, DebianPackage};
 use super::layout::{Entry, entry, lay_out, reproducible_tar};
-use super::sbom::sha256;
+use super::sbom::{self, ImageContents, Tree, sha256};
 use xtask_common::dist::Dist;
 use xtask_common::image;
 use xtask_common::llama::PortableServer;
@@ -29,13 +29,6 @@ const BASE: [&str; 2] = ["libc6", "libgcc-s1"];
 
 /// What llama-server needs besides: C++ and OpenMP, with which ggml computes on the CPU.
 const BASE_OF_LLAMA: [&str; 4] = ["libc6", "libgcc-s1", "libstdc++6", "libgomp1"];
-
-/// What of those packages only other programs use.
-const UNUSED: [&str; 3] = [
-    "usr/share/lintian",
-    "usr/lib/x86_64-linux-gnu/gconv",
-    "usr/lib/aarch64-linux-gnu/gconv",
-];
 
 /// A blob of the layout.
 struct Blob {
@@ -55,6 +48,20 @@ impl Blob {
     }
 }
 
+/// What all images of a release have in common.
+#[derive(Clone, Copy)]
+pub(super) struct Sources<'a> {
+    pub(super) dist: &'a Dist,
+    pub(super) generated: &'a Generated,
+    /// The crates in the files.
+    pub(super) tree: &'a Tree,
+    /// Whether `vgpu` has machine code for GPUs in it.
+    pub(super) has_machine_code: bool,
+    pub(super) version: &'a str,
+    /// Where the archives and their bills of materials are written.
+    pub(super) folder: &'a Path,
+}
+
 /// An image: a layer with Debian's packages, one with our files, and what a container starts.
 struct Image<'a> {
     /// The name, without a tag.
@@ -68,15 +75,17 @@ struct Image<'a> {
     folders: &'a [&'a str],
     /// The command, its environment and its ports, as `config` of the OCI's image configuration.
     config: Value,
+    /// The Cargo packages whose files are in it.
+    shipped: &'a [&'a str],
+    /// What is in it besides, for the bill of materials.
+    others: Vec<Value>,
 }
 
-/// Writes the executor's image into `folder`. Returns the names of the Debian packages in it.
-pub(super) fn executor(
-    dist: &Dist,
-    generated: &Generated,
-    version: &str,
-    folder: &Path,
-) -> Result<String> {
+/// Writes the executor's image. Returns the names of the Debian packages in it.
+pub(super) fn executor(sources: Sources<'_>) -> Result<String> {
+    let Sources {
+        dist, generated, ..
+    } = sources;
     let mut entries = vec![
         entry(place_of(image::PROGRAM), &dist.vgpu, 0o755),
         // For `vgpu kubernetes` and Compose, which give it to containers.
@@ -100,19 +109,18 @@ pub(super) fn executor(
         base: &BASE,
         folders: &image::FOLDERS,
         config,
+        shipped: &[sbom::HOST, sbom::PLUGIN],
+        others: Vec::new(),
     };
-    image.write(&entries, version, folder)
+    image.write(&entries, sources)
 }
 
-/// Writes the image of llama-server with the plugin into `folder`. Returns the names of the Debian
-/// packages in it.
-pub(super) fn llama_server(
-    dist: &Dist,
-    generated: &Generated,
-    server: &PortableServer,
-    version: &str,
-    folder: &Path,
-) -> Result<String> {
+/// Writes the image of llama-server with the plugin. Returns the names of the Debian packages in
+/// it.
+pub(super) fn llama_server(sources: Sources<'_>, server: &PortableServer) -> Result<String> {
+    let Sources {
+        dist, generated, ..
+    } = sources;
     let mut entries = vec![entry(place_of(image::PLUGIN), &dist.plugin, 0o644)];
     for license in &server.licenses {
         let place = format!("usr/share/doc/llama.cpp/{}", license.display());
@@ -146,8 +154,10 @@ pub(super) fn llama_server(
         base: &BASE_OF_LLAMA,
         folders: &["/tmp", "/run/vgpu", "/models"],
         config,
+        shipped: &[sbom::PLUGIN],
+        others: vec![sbom::llama_cpp(server)],
     };
-    image.write(&entries, version, folder)
+    image.write(&entries, sources)
 }
 
 /// Our license, and those of what is compiled in.
@@ -168,9 +178,10 @@ fn documents(generated: &Generated) -> [Entry; 2] {
 }
 
 impl Image<'_> {
-    /// Writes the image with our files into `folder`. Returns the names of the Debian packages in
-    /// it.
-    fn write(mut self, files: &[Entry], version: &str, folder: &Path) -> Result<String> {
+    /// Writes the image with our files, and its bill of materials. Returns the names and versions
+    /// of the Debian packages in it.
+    fn write(mut self, files: &[Entry], sources: Sources<'_>) -> Result<String> {
+        let version = sources.version;
         let architecture = match std::env::consts::ARCH {
             "x86_64" => "amd64",
             "aarch64" => "arm64",
@@ -178,24 +189,41 @@ impl Image<'_> {
         };
         let scratch = Scratch::new()?;
         let base = scratch.path().join("base");
-        let packages = debian_base(&base, self.base, self.folders)?;
+        let packages = debian_base::unpack(&base, self.base, self.folders)?;
+        let names: Vec<String> = packages.iter().map(DebianPackage::to_string).collect();
+        let names = names.join(", ");
         let program = scratch.path().join("program");
         lay_out(&program, files)?;
         // The names of the OCI's own labels.
         self.config["Labels"] = json!({
             "org.opencontainers.image.title": self.title,
             "org.opencontainers.image.version": version,
-            "ggml-vgpu.debian-packages": packages,
+            "ggml-vgpu.debian-packages": names,
         });
-        let archive = folder.join(format!("{}-{version}-{architecture}.oci.tar", self.archive));
+        let name = format!("{}-{version}-{architecture}.oci", self.archive);
+        let archive = sources.folder.join(format!("{name}.tar"));
+        let tag = self.tag(version);
         pack(
             [&base, &program],
             &self.config,
             architecture,
-            &self.tag(version),
+            &tag,
             &archive,
         )?;
-        Ok(packages)
+        let contents = ImageContents {
+            name: self.name,
+            version,
+            archive: &archive,
+            shipped: self.shipped,
+            has_machine_code: sources.has_machine_code,
+            files,
+            debian: &packages,
+            others: self.others,
+        };
+        let bill = sources.tree.bill_of_image(contents)?;
+        fs::write(sources.folder.join(format!("{name}.cdx.json")), bill)
+            .context("writing the bill of materials")?;
+        Ok(names)
     }
 
     /// The image's name with a tag. A tag has no plus sign.
@@ -282,103 +310,6 @@ fn pack(
 /// A path of the image, below its root.
 fn place_of(path: &str) -> &str {
     path.trim_start_matches('/')
-}
-
-/// Unpacks Debian's `packages` for the base of an image into `root`, with the files and the empty
-/// `folders` that programs expect. Returns the packages' names and versions.
-fn debian_base(root: &Path, packages: &[&str], folders: &[&str]) -> Result<String> {
-    let mut names = Vec::new();
-    fetch(packages, root, &mut names)?;
-    // Packages of one source have their documents, and so their licenses, in one of them.
-    let linked = linked_documents(root)?;
-    let linked: Vec<&str> = linked.iter().map(String::as_str).collect();
-    if !linked.is_empty() {
-        fetch(&linked, root, &mut names)?;
-    }
-    // The texts that these documents name.
-    let scratch = Scratch::new()?;
-    fetch(&["base-files"], scratch.path(), &mut Vec::new())?;
-    let texts = "usr/share/common-licenses";
-    let mut copy = Command::new("cp");
-    copy.arg("-a").arg(scratch.path().join(texts));
-    process::output(copy.arg(root.join(texts)))?;
-    names.sort_unstable();
-    link_merged_folders(root)?;
-    for unused in UNUSED {
-        let path = root.join(unused);
-        if path.exists() {
-            fs::remove_dir_all(path).context("removing what is not used")?;
-        }
-    }
-    for (file, text) in [
-        (
-            "etc/passwd",
-            "root:x:0:0:root:/:/usr/sbin/nologin\n\
-             nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
-        ),
-        ("etc/group", "root:x:0:\nnogroup:x:65534:\n"),
-    ] {
-        let path = root.join(file);
-        fs::create_dir_all(path.parent().context("a folder")?).context("creating a folder")?;
-        fs::write(path, text).context("writing a file")?;
-    }
-    for folder in folders {
-        fs::create_dir_all(root.join(place_of(folder))).context("creating a folder")?;
-    }
-    Ok(names.join(", "))
-}
-
-/// Unpacks Debian's packages into `root`, and adds their names and versions to `names`.
-fn fetch(packages: &[&str], root: &Path, names: &mut Vec<String>) -> Result<()> {
-    let scratch = Scratch::new()?;
-    let mut download = Command::new("apt-get");
-    download
-        .arg("download")
-        .args(["-o", "APT::Sandbox::User=root"])
-        .args(packages)
-        .current_dir(scratch.path());
-    process::output(&mut download).context("fetching the packages of the image with apt")?;
-    fs::create_dir_all(root).context("creating a folder")?;
-    for entry in fs::read_dir(scratch.path()).context("listing the packages")? {
-        let path = entry.context("listing the packages")?.path();
-        let mut unpack = Command::new("dpkg-deb");
-        process::output(unpack.arg("-x").arg(&path).arg(root))?;
-        let show = ["-W", "--showformat=${Package} ${Version}"];
-        names.push(process::output(
-            Command::new("dpkg-deb").args(show).arg(&path),
-        )?);
-    }
-    Ok(())
-}
-
-/// The packages to whose documents those of the unpacked ones are links.
-fn linked_documents(root: &Path) -> Result<BTreeSet<String>> {
-    let mut packages = BTreeSet::new();
-    let documents = root.join("usr/share/doc");
-    for entry in fs::read_dir(&documents).context("listing documents")? {
-        let path = entry.context("listing documents")?.path();
-        if path.exists() {
-            continue;
-        }
-        let target = fs::read_link(&path).context("a link between documents")?;
-        let package = target.file_name().context("a link between documents")?;
-        packages.insert(package.to_string_lossy().into_owned());
-    }
-    Ok(packages)
-}
-
-/// Links `/lib` and `/lib64` to the folders of the same names below `/usr`, where a release has the
-/// files of the C library there (Debian 13, Ubuntu 24.04) and another package has the links.
-/// Programs name their loader `/lib64/ld-linux-x86-64.so.2`.
-fn link_merged_folders(root: &Path) -> Result<()> {
-    for name in ["lib", "lib64"] {
-        let (link, folder) = (root.join(name), root.join("usr").join(name));
-        if !link.exists() && folder.is_dir() {
-            std::os::unix::fs::symlink(Path::new("usr").join(name), &link)
-                .with_context(|| format!("linking {}", link.display()))?;
-        }
-    }
-    Ok(())
 }
 
 /// Makes a layer of a tree. Returns the digest of the uncompressed layer, and the blob.
@@ -480,21 +411,5 @@ mod tests {
         let first = bytes(&first);
         assert!(first.len() > 1024, "{} bytes", first.len());
         assert!(first == bytes(&second), "the archives differ");
-    }
-
-    /// The loader is where programs look for it, whether a release has it below `/usr` or not.
-    #[test]
-    fn the_loader_is_in_lib64_of_either_layout() {
-        const LOADER: &str = "ld-linux-x86-64.so.2";
-        for folder in ["lib64", "usr/lib64"] {
-            let root = Scratch::new().unwrap();
-            let root = root.path();
-            fs::create_dir_all(root.join(folder)).unwrap();
-            fs::write(root.join(folder).join(LOADER), "loader").unwrap();
-            link_merged_folders(root).unwrap();
-            let text = fs::read_to_string(root.join("lib64").join(LOADER)).unwrap();
-            assert_eq!(text, "loader", "{folder}");
-            assert!(!root.join("lib").exists(), "nothing to link to");
-        }
     }
 }

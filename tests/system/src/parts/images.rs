@@ -1,5 +1,6 @@
 //! The container images of a release: unpacked, and run by runc, which Debian has.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,6 +11,7 @@ use serde_json::{Value, json};
 
 use xtask_common::cache::Cache;
 use xtask_common::compare;
+use xtask_common::image;
 use xtask_common::model::{self, FileType};
 use xtask_common::packages;
 use xtask_common::process::{self, Daemon, free_port};
@@ -35,7 +37,8 @@ pub(super) struct Image {
 
 impl Image {
     /// Unpacks an archive into the new folder `folder`. Every document must name the next one by
-    /// the hash of its content, and Docker's document must name the same files.
+    /// the hash of its content, and Docker's document must name the same files. The bill of
+    /// materials beside the archive must have what was unpacked.
     pub(super) fn unpack(archive: &Path, folder: &Path) -> Result<Image> {
         let (layout, root) = (folder.join("layout"), folder.join("root"));
         for folder in [&layout, &root] {
@@ -49,8 +52,8 @@ impl Image {
             let digest = descriptor["digest"].as_str().unwrap_or_default();
             let hash = digest.strip_prefix("sha256:").context("no digest")?;
             let path = layout.join("blobs/sha256").join(hash);
-            let sum = process::output(Command::new("sha256sum").arg(&path))?;
-            ensure!(sum.starts_with(hash), "{hash} has another content: {sum}");
+            let sum = sha256(&path)?;
+            ensure!(sum == hash, "{hash} has another content: {sum}");
             let size = path.metadata().context("a blob")?.len();
             ensure!(descriptor["size"] == size, "{descriptor} has {size} bytes");
             Ok(path)
@@ -68,6 +71,7 @@ impl Image {
         }
         let of_docker = read(&layout.join("manifest.json"))?;
         expect_manifest_of_docker(&of_docker, &index, &manifest)?;
+        expect_bill(&read(&archive.with_extension("cdx.json"))?, archive, &root)?;
         Ok(Image {
             root,
             config: config["config"].take(),
@@ -103,6 +107,67 @@ fn expect_manifest_of_docker(of_docker: &Value, index: &Value, manifest: &Value)
     ensure!(
         *of_docker == expected,
         "manifest.json is {of_docker}, not {expected}"
+    );
+    Ok(())
+}
+
+/// The SHA-256 of a file in hexadecimal.
+fn sha256(file: &Path) -> Result<String> {
+    let said = process::output(Command::new("sha256sum").arg("--binary").arg(file))?;
+    Ok(said.split(' ').next().unwrap_or_default().to_owned())
+}
+
+/// The bill of materials of an image is of this `archive`, and names what is in `root`: Debian's
+/// packages, which all have a folder of documents, llama.cpp, our files and the crates in them.
+fn expect_bill(bill: &Value, archive: &Path, root: &Path) -> Result<()> {
+    let image = &bill["metadata"]["component"];
+    let sum = sha256(archive)?;
+    let of_bill = &image["hashes"][0]["content"];
+    ensure!(*of_bill == sum, "the bill is of {of_bill}, not of {sum}");
+    let files = image["components"].as_array().context("no files")?;
+    let mut names = BTreeSet::new();
+    for file in files {
+        let name = file["name"].as_str().context("a file without a name")?;
+        let sum = sha256(&root.join(name.trim_start_matches('/')))?;
+        ensure!(file["hashes"][0]["content"] == sum, "{file} has {sum}");
+        names.insert(name);
+    }
+    ensure!(names.contains(image::PLUGIN), "no plugin in {names:?}");
+
+    let components = bill["components"].as_array().context("no components")?;
+    let with_url = |start: &str| -> BTreeSet<String> {
+        let of_kind = components.iter().filter(|one| {
+            let url = one["bom-ref"].as_str().unwrap_or_default();
+            url.starts_with(start)
+        });
+        let names = of_kind.filter_map(|one| one["name"].as_str());
+        names.map(str::to_owned).collect()
+    };
+    let mut documents = BTreeSet::new();
+    for entry in fs::read_dir(root.join("usr/share/doc")).context("listing documents")? {
+        let name = entry.context("listing documents")?.file_name();
+        documents.insert(name.to_string_lossy().into_owned());
+    }
+    let ours = documents.remove("vgpu");
+    ensure!(ours, "no documents of vgpu in {documents:?}");
+    let has_llama = documents.remove("llama.cpp");
+    let debian = with_url("pkg:deb/");
+    ensure!(
+        debian == documents,
+        "the bill has {debian:?}, the image {documents:?}"
+    );
+    let llama = with_url("pkg:github/ggml-org/llama.cpp@").len();
+    ensure!(
+        llama == usize::from(has_llama),
+        "{llama} entries of llama.cpp"
+    );
+    let crates = with_url("pkg:cargo/");
+    ensure!(crates.contains("ggml-vgpu"), "no plugin in {crates:?}");
+    let has_program = names.contains(image::PROGRAM);
+    ensure!(
+        crates.contains("vgpu") == has_program,
+        "vgpu is among the crates of {names:?}: {}",
+        !has_program
     );
     Ok(())
 }
