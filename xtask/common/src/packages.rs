@@ -187,6 +187,27 @@ pub fn prometheus(cache: &Cache) -> Result<()> {
     }
 }
 
+/// Whether there is `virt-xml-validate` with the `xmllint` that it starts.
+pub fn has_libvirt_schemas() -> bool {
+    runs("virt-xml-validate", &["--version"]) && runs("xmllint", &["--version"])
+}
+
+/// Makes sure that there are libvirt's schemas, and `virt-xml-validate` that reads them.
+///
+/// # Errors
+/// If they are missing and cannot be installed.
+pub fn libvirt_schemas(cache: &Cache) -> Result<()> {
+    // Without its recommended packages, `virt-xml-validate` comes without `xmllint`.
+    match has_libvirt_schemas() {
+        true => Ok(()),
+        false => apt(
+            cache,
+            &["libvirt-clients", "libxml2-utils"],
+            "libvirt's schemas",
+        ),
+    }
+}
+
 /// Makes sure that there is a C and C++ compiler.
 ///
 /// # Errors

@@ -2,6 +2,7 @@
 //! tests the units, the users and the udev rule.
 
 mod chart;
+mod libvirt;
 mod yaml;
 
 use std::collections::BTreeMap;
@@ -32,14 +33,10 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("files for deployment");
     let folder = workspace::root().join("deploy");
     let at = |name: &str| folder.join(name);
-    tests.check("vm/libvirt.xml", |_, _| {
-        if !packages::runs("virt-xml-validate", &["--version"]) {
-            return Ok("not checked: there is no virt-xml-validate here".into());
-        }
-        let mut validate = Command::new("virt-xml-validate");
-        process::output(validate.arg(at("vm/libvirt.xml")).arg("domain"))
-            .map(|_| "virt-xml-validate".into())
-    });
+    tests.check(
+        "vm/libvirt.xml, the element of docs/virtual-machines.md",
+        |tests, _| libvirt::check(tests),
+    );
     for script in [
         "qemu-ivshmem",
         "qemu-vfio-user",
