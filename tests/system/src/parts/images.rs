@@ -210,6 +210,16 @@ impl Container<'_> {
         }
         // The network is that of the host, where the test asks llama-server.
         let namespaces = ["pid", "ipc", "uts", "mount"].map(|kind| json!({"type": kind}));
+        let mut linux = json!({"namespaces": namespaces});
+        let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
+        if !user.is_root() {
+            // A user who is not root is root in a user namespace, and nobody else there.
+            let namespaces = linux["namespaces"].as_array_mut();
+            namespaces.context("a list")?.push(json!({"type": "user"}));
+            let map = |id: u32| json!([{"containerID": 0, "hostID": id, "size": 1}]);
+            linux["uidMappings"] = map(user.as_raw());
+            linux["gidMappings"] = map(group.as_raw());
+        }
         let config = json!({
             "ociVersion": "1.0.0",
             "process": {
@@ -221,7 +231,7 @@ impl Container<'_> {
             },
             "root": {"path": self.image.root, "readonly": true},
             "mounts": mounts,
-            "linux": {"namespaces": namespaces},
+            "linux": linux,
         });
         fs::create_dir_all(folder).context("creating a folder")?;
         fs::write(folder.join("config.json"), config.to_string()).context("writing a file")?;
@@ -295,16 +305,14 @@ fn expect_no_path_of(cache: &str, root: &Path) -> Result<()> {
 }
 
 /// A container of `executor` serves, and one of `server` generates through its socket what the same
-/// llama-server generates on its CPU. They share the folder of the socket and nothing else.
+/// llama-server generates on its CPU. They share the folder of the socket and nothing else. A user
+/// who is not root needs user namespaces.
 pub(super) fn generate(
     tests: &TestRun<'_>,
     executor: &Image,
     server: &Image,
     folder: &Path,
 ) -> Result<String> {
-    if !rustix::process::geteuid().is_root() {
-        return Ok("not run: this user is not root".to_owned());
-    }
     runc(tests.cache)?;
     for Image { root, .. } in [executor, server] {
         expect_complete_documents(root)?;
