@@ -34,15 +34,7 @@ impl Packages {
             .arg("--out")
             .arg(folder);
         let written = process::output(&mut cargo)?;
-        let file = |start: &str, end: &str| -> Result<PathBuf> {
-            let mut files = written.lines().map(PathBuf::from);
-            let found = files.find(|file| {
-                let name = file.file_name().unwrap_or_default().to_string_lossy();
-                name.starts_with(start) && name.ends_with(end)
-            });
-            let found = found.filter(|file| file.is_file());
-            found.with_context(|| format!("no {start}*{end} of {written}"))
-        };
+        let file = |start: &str, end: &str| of_release(&written, start, end);
         let host = file("vgpu_", ".deb")?;
         let guest = file("vgpu-guest_", ".deb")?;
         let archive = file("ggml-vgpu-", ".tar.xz")?;
@@ -61,4 +53,18 @@ impl Packages {
     pub(crate) fn all(&self) -> [&Path; 4] {
         [&self.host, &self.guest, &self.archive, &self.bill]
     }
+}
+
+/// The file of a release by the start and the end of its name. `written` is what `cargo xtask package`
+/// or `cargo xtask release` has written.
+///
+/// # Errors
+/// If there is no such file.
+pub(crate) fn of_release(written: &str, start: &str, end: &str) -> Result<PathBuf> {
+    let mut files = written.lines().map(PathBuf::from);
+    let found = files.find(|file| {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with(start) && name.ends_with(end)
+    });
+    found.with_context(|| format!("no {start}*{end} in {written}"))
 }

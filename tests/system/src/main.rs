@@ -3,6 +3,7 @@
 
 mod abi_diff;
 mod c_source;
+mod container;
 mod debian;
 mod faults;
 mod gpu_check;

@@ -10,8 +10,8 @@ use xtask_common::println;
 use xtask_common::{compiler_cache, progress, workspace};
 
 use crate::parts::{
-    demo, dependencies, deploy, failures, faults, generation, kernels, lints, models, ollama, ops,
-    packages, programs, unit, vm,
+    demo, dependencies, deploy, documentation, failures, faults, generation, kernels, lints,
+    models, ollama, ops, packages, programs, unit, vm,
 };
 use crate::test_run::{Options, PARTS, Part, TestRun};
 use crate::times::Times;
@@ -143,6 +143,7 @@ fn run_parts(run: &mut TestRun<'_>, parts: &[Part], times: &mut Times) {
             Part::Programs => programs::run(run),
             Part::Ollama => ollama::run(run),
             Part::Deploy => deploy::run(run),
+            Part::Documentation => documentation::run(run),
             Part::Vm => vm::run(run),
         }
         times.end(part, &begun, run.passed, run.failed.len());

@@ -91,6 +91,9 @@ Only `--full` runs:
   deploy    KubeVirt's own types; a Prometheus that scrapes an executor, with every query of the
             dashboard. `--only deploy` builds nothing: without --full or --dist it leaves out the
             device plugin with Kubernetes' own package, and vgpu's flags in the Helm chart
+  documentation
+            the ways of the documentation from nothing to a model on the device: one machine, and
+            Debian 12 and 13 with Ollama; each command is read out of the pages
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
             products of nine types instead of two and two; 20 killed executors instead of three
@@ -198,11 +201,13 @@ pub(crate) enum Part {
     Ollama,
     /// The files in deploy/, by their own validators
     Deploy,
+    /// The commands of the documentation, followed in minimal systems (only with --full)
+    Documentation,
     /// A virtual machine under QEMU
     Vm,
 }
 
-pub(crate) const PARTS: [Part; 15] = [
+pub(crate) const PARTS: [Part; 16] = [
     Part::Lints,
     Part::Dependencies,
     Part::Unit,
@@ -217,6 +222,7 @@ pub(crate) const PARTS: [Part; 15] = [
     Part::Programs,
     Part::Ollama,
     Part::Deploy,
+    Part::Documentation,
     Part::Vm,
 ];
 

@@ -48,6 +48,46 @@ pub fn prose(text: &str) -> Vec<(usize, &str)> {
     lines
 }
 
+/// A block of code.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    /// The heading of its section, without `#`; empty before the first.
+    pub heading: String,
+    /// The language that the block names; may be empty.
+    pub language: String,
+    /// The lines, without the indentation that the block has in a list.
+    pub text: String,
+}
+
+/// The blocks of code of a page, in their order.
+pub fn blocks(text: &str) -> Vec<Block> {
+    let mut heading = "";
+    let mut blocks = Vec::new();
+    let mut open: Option<(usize, Block)> = None;
+    for line in text.lines() {
+        let trimmed = line.trim_start();
+        match (trimmed.strip_prefix("```"), &mut open) {
+            (Some(_), Some(_)) => blocks.extend(open.take().map(|(_, block)| block)),
+            (Some(language), None) => {
+                let block = Block {
+                    heading: heading.to_owned(),
+                    language: language.to_owned(),
+                    text: String::new(),
+                };
+                open = Some((line.len() - trimmed.len(), block));
+            }
+            (None, Some((indentation, block))) => {
+                let blank = line.len() - trimmed.len();
+                block.text.push_str(&line[blank.min(*indentation)..]);
+                block.text.push('\n');
+            }
+            (None, None) if line.starts_with('#') => heading = line.trim_matches(['#', ' ']),
+            (None, None) => {}
+        }
+    }
+    blocks
+}
+
 /// The anchor that GitHub gives a heading.
 pub fn anchor(heading: &str) -> String {
     let kept = heading.trim().chars().filter_map(|c| match c {
@@ -125,6 +165,24 @@ pub fn check_links(root: &Path, pages: &BTreeMap<PathBuf, String>) -> Links {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn blocks_have_their_headings_and_no_indentation() {
+        let page = "# Page\n```\nfirst\n```\n## Part\n1. Step:\n\n   ```sh\n   # a comment\n   \
+                    a \\\n       b\n\n   c\n   ```\n";
+        let block = |heading: &str, language: &str, text: &str| Block {
+            heading: heading.into(),
+            language: language.into(),
+            text: text.into(),
+        };
+        assert_eq!(
+            blocks(page),
+            [
+                block("Page", "", "first\n"),
+                block("Part", "sh", "# a comment\na \\\n    b\n\nc\n"),
+            ]
+        );
+    }
 
     #[test]
     fn broken_links_and_anchors_are_found() {

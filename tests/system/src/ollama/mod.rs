@@ -5,5 +5,5 @@ mod install;
 mod instance;
 pub(crate) mod stage;
 
-pub(crate) use install::{VERSIONS, binary, llama_cpp};
+pub(crate) use install::{VERSIONS, binary, lay_out, llama_cpp};
 pub(crate) use instance::{Instance, Settings, to_gguf};

@@ -1,11 +1,23 @@
-//! Which nodes of `test-backend-ops` the engine over ggml's CPU backend leaves to the CPU engine.
+//! Which nodes of `test-backend-ops` the engine over ggml's CPU backend leaves to the CPU engine,
+//! kept in a file that a run is compared with.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
+
+use xtask_common::llama;
+
+/// The file, one row per operator of which a run leaves nodes to the CPU engine. The first line of
+/// the file names the columns.
+const FILE: &str = "tests/system/ops-by-engine.csv";
+const ROWS: &str = include_str!("../../ops-by-engine.csv");
 
 /// How `vgpu dump` begins the list, after the name of the engine.
 const LINE: &str = " leaves these nodes of compiled graphs to the engine cpu: ";
+
+/// The versions of ggml of a guest and of the host.
+pub(crate) type Versions<'a> = (&'a str, &'a str);
 
 /// The nodes of an operator in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,6 +25,13 @@ pub(crate) struct Nodes {
     /// Those that the CPU engine computes.
     on_cpu: u64,
     all: u64,
+}
+
+impl Nodes {
+    /// The part of the CPU engine in percent.
+    fn percent(self) -> u64 {
+        100 * self.on_cpu / self.all.max(1)
+    }
 }
 
 /// The nodes of each operator of which some are left to the CPU engine.
@@ -42,10 +61,94 @@ pub(crate) fn parse_dump(dump: &str) -> Result<Left> {
 
 /// The list in words.
 pub(crate) fn summary(left: &Left) -> String {
-    let nodes =
-        { left.iter() }.map(|(op, Nodes { on_cpu, all })| format!("{op} {on_cpu} of {all}"));
-    let nodes: Vec<String> = nodes.collect();
-    format!("nodes on the CPU engine: {}", nodes.join(", "))
+    let nodes: u64 = left.values().map(|nodes| nodes.on_cpu).sum();
+    format!(
+        "the CPU engine computed {nodes} nodes of {} operators",
+        left.len()
+    )
+}
+
+/// Compares a whole run with the file. A case that is repeated has more nodes, so the part of the
+/// CPU engine may differ by a hundredth.
+///
+/// # Errors
+/// If the file has other operators, or other parts.
+pub(crate) fn check(versions: Versions<'_>, left: &Left) -> Result<()> {
+    let kept = parse(ROWS)?.remove(&owned(versions)).unwrap_or_default();
+    let is_same = kept.keys().eq(left.keys()) && { kept.values() }
+        .zip(left.values())
+        .all(|(kept, found)| kept.percent().abs_diff(found.percent()) <= 1);
+    let (guest, host) = versions;
+    let mut rows = String::new();
+    for (op, Nodes { on_cpu, all }) in left {
+        writeln!(rows, "{guest},{host},{op},{on_cpu},{all}").context("formatting")?;
+    }
+    ensure!(
+        is_same,
+        "{FILE} has other operators of a guest with ggml {guest} over ggml {host}, or other parts. \
+         Correct the file, then run `cargo xtask ops-table --by-version`. The run gives:\n{rows}"
+    );
+    Ok(())
+}
+
+fn owned((guest, host): Versions<'_>) -> (String, String) {
+    (guest.to_owned(), host.to_owned())
+}
+
+/// The rows of the file, by the versions of guest and host.
+fn parse(text: &str) -> Result<BTreeMap<(String, String), Left>> {
+    let mut reader = csv::Reader::from_reader(text.as_bytes());
+    let mut all: BTreeMap<(String, String), Left> = BTreeMap::new();
+    for record in reader.records() {
+        let record = record.with_context(|| format!("reading {FILE}"))?;
+        let field = |column: usize| record.get(column).context("a row is short");
+        let number = |column: usize| -> Result<u64> {
+            let field = field(column)?;
+            { field.parse() }.with_context(|| format!("{FILE}: {field:?} is no number"))
+        };
+        let nodes = Nodes {
+            on_cpu: number(3)?,
+            all: number(4)?,
+        };
+        let left = all.entry(owned((field(0)?, field(1)?))).or_default();
+        left.insert(field(2)?.to_owned(), nodes);
+    }
+    Ok(all)
+}
+
+/// The section of `docs/OPS.md`.
+///
+/// # Errors
+/// If the file cannot be read.
+pub(crate) fn section() -> Result<String> {
+    let (release, newest) = (llama::RELEASE, llama::NEWEST_RELEASE);
+    let runs = [(release, newest), (newest, release)];
+    let kept = parse(ROWS)?;
+    let none = Left::new();
+    let of = |versions| kept.get(&owned(versions)).unwrap_or(&none);
+    let mut text = format!(
+        "\n## On ggml's CPU backend\n\n\
+         `vgpu serve --engine ggml:libggml-cpu.so` computes what this backend supports on it, and\n\
+         other nodes on the CPU engine ([ggml-engine.md](ggml-engine.md#what-runs-where)). With the\n\
+         cases above, of a guest with another version of ggml than the host, no case was\n\
+         unsupported and none failed, as above. The CPU engine computed these nodes, of all nodes\n\
+         of the operator; it computed none of the other operators.\n\n\
+         `cargo xtask test --only ops --full` repeats the runs and fails if a part differs by more\n\
+         than a hundredth.\n\n\
+         | op | guest {release}, host {newest} | guest {newest}, host {release} |\n|---|--:|--:|\n"
+    );
+    let ops: BTreeSet<&String> = { runs.into_iter() }
+        .flat_map(|run| of(run).keys())
+        .collect();
+    for op in ops {
+        let cell = |run| match of(run).get(op) {
+            Some(Nodes { on_cpu, all }) => format!("{on_cpu} of {all}"),
+            None => "0".to_owned(),
+        };
+        let cells = runs.map(cell).join(" | ");
+        writeln!(text, "| {op} | {cells} |").context("formatting")?;
+    }
+    Ok(text)
 }
 
 #[cfg(test)]
@@ -70,5 +173,24 @@ mod tests {
     fn line_is_that_of_the_executor() {
         let own = include_str!("../../../../host-executor/src/server/status.rs");
         assert!(own.contains(&format!("{{name}}{LINE}{{left}}")));
+    }
+
+    #[test]
+    fn runs_with_other_parts_are_an_error() {
+        let kept = parse(ROWS).unwrap();
+        for ((guest, host), left) in &kept {
+            check((guest, host), left).unwrap();
+            let mut other = left.clone();
+            let (op, nodes) = other.pop_first().expect("a row");
+            check((guest, host), &other).unwrap_err();
+            let on_cpu = (nodes.on_cpu + nodes.all / 20 + 2) % nodes.all.max(2);
+            other.insert(op, Nodes { on_cpu, ..nodes });
+            let error = check((guest, host), &other).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!(",{on_cpu},{}\n", nodes.all)),
+                "{error}"
+            );
+        }
+        assert_eq!(kept.len(), 2);
     }
 }

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use super::by_engine;
 use super::report::{Report, SELECTING};
 use super::suite::{Claim, NEAR_TIE_FAILURES, NEAR_TIE_REPEATS};
 use xtask_common::llama;
@@ -134,7 +135,7 @@ fn parse(text: &str) -> Result<Vec<Counts>> {
 /// The heading of the section.
 const HEADING: &str = "\n## By version of ggml\n";
 
-/// `page`, which ends with the section, with the section as the file says.
+/// `page`, which ends with this section and the one behind it, with both as their files say.
 ///
 /// # Errors
 /// If the page has no such section, or the file cannot be read.
@@ -142,7 +143,7 @@ pub(crate) fn with_section(page: &str) -> Result<String> {
     let (before, _) = page
         .split_once(HEADING)
         .with_context(|| format!("docs/OPS.md has no {:?}", HEADING.trim()))?;
-    Ok(before.to_owned() + &section()?)
+    Ok(before.to_owned() + &section()? + &by_engine::section()?)
 }
 
 /// The section of `docs/OPS.md`.
@@ -190,7 +191,11 @@ mod tests {
         let new = with_section(&old).unwrap();
         assert_eq!(
             new,
-            format!("# Operators\n\n| a | 1 |\n{}", section().unwrap())
+            format!(
+                "# Operators\n\n| a | 1 |\n{}{}",
+                section().unwrap(),
+                by_engine::section().unwrap()
+            )
         );
         assert_eq!(with_section(&new).unwrap(), new);
         assert!(with_section("# Operators\n").is_err());

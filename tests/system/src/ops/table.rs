@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::by_version;
 use super::report::Report;
 use super::suite::{
     Cases, Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log_name, none,
     parse_claims, proves_the_rest, report_name,
 };
+use super::{by_engine, by_version};
 use crate::preload::Library;
 use xtask_common::cache::Cache;
 use xtask_common::dist;
@@ -320,6 +320,7 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
         writeln!(text, "| {op} | {} | {} |", counts.all(), counts.ok).context("formatting")?;
     }
     text.push_str(&by_version::section()?);
+    text.push_str(&by_engine::section()?);
     Ok(text)
 }
 

@@ -4,6 +4,7 @@ mod clean_debian;
 pub(crate) mod demo;
 pub(crate) mod dependencies;
 pub(crate) mod deploy;
+pub(crate) mod documentation;
 pub(crate) mod failures;
 pub(crate) mod faults;
 pub(crate) mod generation;

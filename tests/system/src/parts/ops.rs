@@ -147,7 +147,7 @@ fn of_newest_release(
             guest.0, host.0
         );
         tests.check(&name, |tests, progress| {
-            on_ggml_cpu(tests, dist, guest, host.1, progress)
+            on_ggml_cpu(tests, dist, guest, host, progress)
         });
     }
 }
@@ -340,12 +340,12 @@ fn inproc(
 }
 
 /// Compares the ops of the ggml of this version in `bin` with its CPU backend, all or a sample, on
-/// an executor whose engine is the CPU backend of the ggml in `host`.
+/// an executor whose engine is the CPU backend of the ggml `host`.
 fn on_ggml_cpu(
     tests: &TestRun<'_>,
     dist: &Dist,
     (version, bin): (&str, &Path),
-    host: &Path,
+    (host_version, host): (&str, &Path),
     progress: &Progress,
 ) -> Result<String> {
     let engine = format!("ggml:{}", host.join("libggml-cpu.so").display());
@@ -375,6 +375,9 @@ fn on_ggml_cpu(
     let dump = process::output(dump.arg("dump").arg("--control").arg(&control))?;
     let left = by_engine::parse_dump(&dump)?;
     served.executor.stop().context("stopping the executor")?;
+    if tests.options.ops.is_none() && !tests.options.samples_ops() {
+        by_engine::check((version, host_version), &left)?;
+    }
     Ok(format!(
         "{}; {}{seed_note}",
         summary(&claims, &report),

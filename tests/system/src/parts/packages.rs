@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::clean_debian;
 use super::images::{self, Image};
-use crate::debian::{GUEST, HOST, Packages};
+use crate::debian::{GUEST, HOST, Packages, of_release};
 use xtask_common::dist::Dist;
 use xtask_common::packages;
 use xtask_common::process;
@@ -368,16 +368,6 @@ fn rpm_packages(files: &[PathBuf; 2]) -> Result<()> {
     Ok(())
 }
 
-/// The file of a release by the start and the end of its name.
-fn of_release(written: &str, start: &str, end: &str) -> Result<PathBuf> {
-    let mut files = written.lines().map(PathBuf::from);
-    let found = files.find(|file| {
-        let name = file.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with(start) && name.ends_with(end)
-    });
-    found.with_context(|| format!("no {start}*{end} in {written}"))
-}
-
 /// The installer takes a signed release, and refuses damage, another signature and none.
 fn installer(packages: &Packages) -> Result<String> {
     let scratch = Scratch::new()?;
@@ -387,7 +377,8 @@ fn installer(packages: &Packages) -> Result<String> {
     let name = |file: &Path| -> Result<PathBuf> {
         Ok(release.join(file.file_name().context("a file has a name")?))
     };
-    for file in [packages.archive.as_path(), &packages.checksums] {
+    let files = packages.all().into_iter().chain([&*packages.checksums]);
+    for file in files {
         fs::copy(file, name(file)?).context("copying the release")?;
     }
     for who in ["releaser", "other"] {
@@ -447,7 +438,35 @@ fn installer(packages: &Packages) -> Result<String> {
         process::output(Command::new(unpacked.path().join("bin/vgpu")).arg("--version"))?;
         fs::remove_dir_all(at("to")).context("removing what is installed")?;
     }
+    downloads(&from, &at("downloads"), packages)?;
     Ok(String::new())
+}
+
+/// `--download` fetches and checks the packages of a host or of a guest, and installs none.
+fn downloads(from: &str, folder: &Path, packages: &Packages) -> Result<()> {
+    let [host, guest] = [&packages.host, &packages.guest].map(|file| file.as_path());
+    for (role, wanted) in [("--host", vec![host]), ("--guest", vec![host, guest])] {
+        let folder = folder.join(&role[2..]);
+        let mut sh = Command::new("sh");
+        sh.arg(workspace::root().join("deploy/install.sh"));
+        sh.args([role, "--download"]).arg(&folder).arg(from);
+        let said = process::output(&mut sh)?;
+        let listed: Vec<&Path> = said.lines().map(Path::new).collect();
+        let names = |files: &[&Path]| -> Vec<_> {
+            { files.iter() }
+                .map(|file| file.file_name().map(ToOwned::to_owned))
+                .collect()
+        };
+        ensure!(
+            names(&listed) == names(&wanted),
+            "{role} lists {listed:?}, not {wanted:?}"
+        );
+        for (fetched, file) in listed.iter().zip(&wanted) {
+            let [fetched, file] = [fetched, file].map(fs::read);
+            ensure!(fetched? == file?, "{role} has fetched another file");
+        }
+    }
+    Ok(())
 }
 
 /// Checks that the command runs, and installs its plugin in an Ollama.

@@ -34,6 +34,18 @@ const MODULES: &[&str] = &[
 /// udev, and those of its libraries that a minimal Debian may lack.
 const UDEV: &[&str] = &["udev", "libkmod2", "libblkid1", "libacl1", "libcap2"];
 
+/// The folders of a Debian that a guest does not need, and those that it has of its own.
+const NOT_COPIED: &[&str] = &[
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/locale",
+    "dev",
+    "proc",
+    "sys",
+    "run",
+    "tmp",
+];
+
 /// A user with no rights but those of the group vgpu.
 const USERS: &str = "root:x:0:0::/tmp:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n";
 const GROUPS: &str = "root:x:0:\nuser:x:1000:\nvgpu:x:990:user\n";
@@ -198,14 +210,7 @@ pub(super) fn with_systemd(
     scratch: &Path,
     path: &Path,
 ) -> Result<()> {
-    let mut archive = Archive::create(path)?;
-    for folder in ["dev", "proc", "sys", "tmp", "run"] {
-        archive.folder(folder)?;
-    }
-    archive.tree(
-        root,
-        &["usr/share/doc", "usr/share/man", "usr/share/locale"],
-    )?;
+    let mut archive = of_debian(root, path)?;
     for package in packages {
         let name = package.file_name().context("a package without a name")?;
         let unpacked = scratch.join(name).with_extension("unpacked");
@@ -213,6 +218,35 @@ pub(super) fn with_systemd(
         process::output(unpack.arg("-x").arg(package).arg(&unpacked))?;
         archive.tree(&unpacked, &[])?;
     }
+    archive.content("usr/lib/sysusers.d/user.conf", 0o644, SYSUSERS.as_bytes())?;
+    programs(&mut archive, content, &[], None, Some(root))?;
+    archive.finish()
+}
+
+/// Writes an initramfs to `path` with an installed Debian with systemd, of which `root` is a copy,
+/// and with `files` in the home folder of its root.
+pub(super) fn with_files(
+    root: &Path,
+    files: &[&Path],
+    content: &Content<'_>,
+    path: &Path,
+) -> Result<()> {
+    let mut archive = of_debian(root, path)?;
+    for file in files {
+        let name = file.file_name().context("a file without a name")?;
+        archive.file(&format!("root/{}", name.to_string_lossy()), file)?;
+    }
+    programs(&mut archive, content, &[], None, Some(root))?;
+    archive.finish()
+}
+
+/// Begins an initramfs at `path` with the Debian at `root`, whose systemd starts [`SHELL`].
+fn of_debian(root: &Path, path: &Path) -> Result<Archive> {
+    let mut archive = Archive::create(path)?;
+    for folder in ["dev", "proc", "sys", "tmp", "run"] {
+        archive.folder(folder)?;
+    }
+    archive.tree(root, NOT_COPIED)?;
     archive.content("etc/machine-id", 0o444, MACHINE_ID.as_bytes())?;
     let unit = "etc/systemd/system/vgpu-tests.service";
     archive.content(unit, 0o644, TESTS_UNIT.as_bytes())?;
@@ -225,9 +259,7 @@ pub(super) fn with_systemd(
         "../vgpu-tests.service",
     )?;
     archive.content("vgpu/shell.sh", 0o755, SHELL.as_bytes())?;
-    archive.content("usr/lib/sysusers.d/user.conf", 0o644, SYSUSERS.as_bytes())?;
-    programs(&mut archive, content, &[], None, Some(root))?;
-    archive.finish()
+    Ok(archive)
 }
 
 /// Adds the programs under test and their libraries, except those that the system at `root` has.

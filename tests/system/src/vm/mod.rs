@@ -9,6 +9,7 @@ mod guest;
 mod image;
 mod inside;
 mod links;
+mod minimal;
 mod prepared;
 mod program;
 mod qemu;
@@ -19,6 +20,7 @@ pub(crate) use device::{Booted, VmDevice, boot};
 pub(crate) use events::boot_events;
 pub(crate) use inside::GuestOps;
 pub(crate) use links::boot_without_device;
+pub(crate) use minimal::boot_minimal;
 pub(crate) use prepared::{Prepared, prepare};
 pub(crate) use systemd::boot_systemd;
 

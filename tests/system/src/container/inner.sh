@@ -1,0 +1,28 @@
+# Mounts what systemd expects below $1, makes $1 the root folder, and becomes systemd. systemd sees
+# its own control group as the root of the hierarchy. /sys is read-only, so that udev does not run
+# and leaves the devices of this machine alone.
+root=$1
+mount --bind "$root" "$root"
+mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
+mount -t sysfs -o ro,nosuid,nodev,noexec sysfs "$root/sys"
+mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 "$root/sys/fs/cgroup"
+mount -t tmpfs -o nosuid,mode=755 tmpfs "$root/dev"
+for device in null zero full random urandom tty; do
+    : > "$root/dev/$device"
+    mount --bind "/dev/$device" "$root/dev/$device"
+done
+mkdir "$root/dev/pts" "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=666,mode=620,gid=5 devpts "$root/dev/pts"
+mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs "$root/dev/shm"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+ln -s /proc/self/fd/0 "$root/dev/stdin"
+ln -s /proc/self/fd/1 "$root/dev/stdout"
+ln -s /proc/self/fd/2 "$root/dev/stderr"
+mount -t tmpfs -o nosuid,nodev,mode=755 tmpfs "$root/run"
+mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs "$root/tmp"
+hostname debian
+cd "$root"
+pivot_root . mnt
+exec env -i container=vgpu-tests PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+    chroot . sh -c 'umount --lazy /mnt && exec /lib/systemd/systemd'

@@ -1,0 +1,65 @@
+//! The ways from nothing to a model on the device, as a new user follows them: in minimal systems,
+//! with the commands that the pages of the documentation have.
+
+mod archive;
+mod containers;
+mod guide;
+mod ollama_on_debian;
+mod one_machine;
+mod proxmox;
+mod two_machines;
+
+use xtask_common::progress::heading;
+use xtask_common::workspace;
+
+use self::ollama_on_debian::By;
+use crate::container::System;
+use crate::debian::Packages;
+use crate::test_run::TestRun;
+
+/// The supported releases of Debian.
+const BOOKWORM: System = System {
+    release: ("12", "bookworm"),
+    packages: &[],
+    name: "systemd",
+};
+const TRIXIE: System = System {
+    release: ("13", "trixie"),
+    ..BOOKWORM
+};
+
+pub(crate) fn run(tests: &mut TestRun<'_>) {
+    if !tests.options.full {
+        return;
+    }
+    heading("the documented ways");
+    let Some(dist) = tests.dist() else { return };
+    tests.check("quickstart.md: one machine, your own model", |tests, _| {
+        one_machine::follow(tests, &dist)
+    });
+    let folder = workspace::root().join("target/package-documentation");
+    let built = tests.prepare("packages", |_| Packages::make(&dist, &folder));
+    let Some(packages) = built else { return };
+    for (system, by) in [(BOOKWORM, By::Dpkg), (TRIXIE, By::Script)] {
+        let (number, _) = system.release;
+        let name = format!("install.md and ollama.md: Debian {number} with systemd and Ollama");
+        tests.check(&name, |tests, _| {
+            ollama_on_debian::follow(tests, &packages, &system, by)
+        });
+    }
+    tests.check("install.md: the archive with its units", |tests, _| {
+        archive::follow(tests, &packages)
+    });
+    tests.check(
+        "tcp-tls.md: a host, and another machine with Ollama",
+        |tests, _| two_machines::follow(tests, &packages),
+    );
+    tests.check(
+        "proxmox.md: a host, and a virtual machine under QEMU",
+        |tests, _| proxmox::follow(tests, &dist, &packages),
+    );
+    tests.check(
+        "containers-kubernetes.md: the images with podman",
+        |tests, _| containers::follow(tests, &dist, &packages),
+    );
+}

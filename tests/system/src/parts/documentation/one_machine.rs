@@ -1,0 +1,104 @@
+//! A laptop: a clone, a model, a llama-server.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use xtask_common::dist::Dist;
+use xtask_common::llama;
+use xtask_common::model::{self, FileType};
+
+use super::TRIXIE;
+use super::guide::Guide;
+use crate::container::{Container, USER};
+use crate::test_run::{PROMPT, TestRun};
+
+/// Tokens of a generation.
+const TOKENS: u32 = 24;
+
+/// Where llama-server is installed.
+const LLAMA: &str = "/opt/llama";
+
+pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
+    let mut guide = Guide::open("quickstart.md", &["One machine, your own model"])?;
+    let log = |name: &str| tests.log(&format!("documentation-one-machine-{name}"));
+    let container = Container::boot(tests.cache, &TRIXIE, &log("system"))?;
+    install_llama_server(tests, &container)?;
+    let clone = |file: &str| format!("/home/{USER}/ggml-vgpu/{file}");
+    let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
+    container.copy(&model, &clone("model.gguf"))?;
+    guide.leave_out("cargo xtask build", "the files are those of a build")?;
+    container.copy(&dist.plugin, &clone("target/dist/libggml-vgpu.so"))?;
+    container.copy(&dist.vgpu, &clone("target/dist/vgpu"))?;
+
+    let on_cpu = "llama-server -m model.gguf -ngl 0";
+    let (reference, _) = generate(&container, on_cpu, &log("cpu"))?;
+    ensure!(!reference.is_empty(), "the CPU generates nothing");
+    let on_device = |lines: &str, name: &str| -> Result<()> {
+        let (text, said) = generate(&container, lines, &log(name))?;
+        ensure!(
+            text == reference,
+            "{text:?}, but {reference:?} from the CPU"
+        );
+        let uses = "VGPU0 model buffer size";
+        ensure!(said.contains(uses), "no {uses:?} in the log:\n{said}");
+        Ok(())
+    };
+    on_device(&guide.take("VGPU_ENDPOINT=inproc")?, "inproc")?;
+    let mut server = container.open(USER, &in_clone(&guide.take("vgpu serve")?), &log("serve"))?;
+    server.wait_for("ready unix:/tmp/vgpu.sock")?;
+    on_device(&guide.take("VGPU_ENDPOINT=unix:/tmp/vgpu.sock")?, "unix")?;
+    server.close()?;
+    guide.finish()?;
+    Ok(format!("{} characters, twice", reference.len()))
+}
+
+fn in_clone(lines: &str) -> String {
+    format!("cd ggml-vgpu\n{lines}")
+}
+
+/// Installs a llama-server with loadable backends, as the page requires it.
+pub(super) fn install_llama_server(tests: &TestRun<'_>, container: &Container) -> Result<()> {
+    let bin = llama::build(tests.cache, llama::Stage::Tools)?;
+    for entry in std::fs::read_dir(&bin).context("listing programs")? {
+        let path = entry.context("listing programs")?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name == "llama-server" || name.contains(".so") {
+            container.copy(&path, &format!("{LLAMA}/{name}"))?;
+        }
+    }
+    container
+        .root(&format!(
+            "printf '#!/bin/sh\\nLD_LIBRARY_PATH={LLAMA} exec {LLAMA}/llama-server \"$@\"\\n' \
+             > /usr/local/bin/llama-server && chmod 755 /usr/local/bin/llama-server"
+        ))
+        .map(drop)
+}
+
+/// Starts a llama-server with lines of shell, asks it for text, and ends it. Returns the text, and
+/// what the llama-server has written.
+fn generate(container: &Container, lines: &str, log: &Path) -> Result<(String, String)> {
+    let mut server = container.open(USER, &in_clone(lines), log)?;
+    server.wait_for("server is listening on")?;
+    let text = complete(container, 8080)?;
+    Ok((text, server.close()?))
+}
+
+/// Asks a llama-server on a port of the system for text.
+pub(super) fn complete(container: &Container, port: u16) -> Result<String> {
+    let request = json!({
+        "prompt": PROMPT, "n_predict": TOKENS, "temperature": 0.0, "ignore_eos": true,
+    });
+    let said = container.run(
+        USER,
+        &format!(
+            "curl --silent --show-error --fail http://127.0.0.1:{port}/completion --data '{request}'"
+        ),
+    )?;
+    let answer: Value = serde_json::from_str(&said)
+        .with_context(|| format!("llama-server does not answer with JSON: {said}"))?;
+    let text = answer["content"].as_str();
+    text.map(str::to_owned)
+        .with_context(|| format!("no text in {answer}"))
+}
