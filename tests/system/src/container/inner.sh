@@ -11,6 +11,12 @@ for device in null zero full random urandom tty; do
     : > "$root/dev/$device"
     mount --bind "/dev/$device" "$root/dev/$device"
 done
+# For the networks of containers of users.
+if [ -c /dev/net/tun ]; then
+    mkdir "$root/dev/net"
+    : > "$root/dev/net/tun"
+    mount --bind /dev/net/tun "$root/dev/net/tun"
+fi
 mkdir "$root/dev/pts" "$root/dev/shm"
 mount -t devpts -o newinstance,ptmxmode=666,mode=620,gid=5 devpts "$root/dev/pts"
 mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs "$root/dev/shm"

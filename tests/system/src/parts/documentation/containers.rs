@@ -1,6 +1,6 @@
 //! A host of containers: the images of a release, run by podman, which also is its `docker`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -12,7 +12,7 @@ use xtask_common::workspace;
 
 use super::guide::Guide;
 use super::{TRIXIE, one_machine};
-use crate::container::{Container, System};
+use crate::container::{Container, System, USER};
 use crate::debian::{Packages, of_release};
 use crate::test_run::TestRun;
 
@@ -28,6 +28,8 @@ const PODMAN: System = System {
         "netavark",
         "aardvark-dns",
         "nftables",
+        "passt",
+        "uidmap",
     ],
     name: "podman",
     ..TRIXIE
@@ -41,6 +43,9 @@ const PODMAN_LIMITS: &str = "mkdir -p /etc/containers && touch /etc/containers/n
 
 /// The image of llama-server that the page names: one of a registry.
 const IMAGE: &str = "ghcr.io/ggml-org/llama.cpp:server-b11236";
+
+/// The archive of our own image of llama-server.
+const SERVER_FILE: &str = "vgpu-llama-server-0.1.0-amd64.oci.tar";
 
 /// The port of llama-server in the page.
 const PORT: u16 = 8080;
@@ -78,6 +83,58 @@ impl Images {
     }
 }
 
+/// A host of containers.
+struct Host {
+    container: Container,
+    /// What llama-server generates on its CPU.
+    reference: String,
+    /// The log of a way, by its name.
+    log: Box<dyn Fn(&str) -> PathBuf>,
+}
+
+impl Host {
+    /// Starts containers with lines of shell, which stay in the foreground. The llama-server in
+    /// them must generate what it does on its CPU. The lines `ps` list the executor's programs.
+    fn follow(&self, (name, user): (&str, &str), lines: &str, ps: &str) -> Result<()> {
+        let text = self
+            .generate((name, user), lines, || {
+                let said = self.container.root(ps)?;
+                let is_listed = said.contains("llama-server[");
+                ensure!(is_listed, "vgpu ps lists no llama-server:\n{said}");
+                Ok(())
+            })
+            .context(name.to_owned())?;
+        ensure!(
+            text == self.reference,
+            "{name}: {text:?}, but {:?} from the CPU",
+            self.reference
+        );
+        Ok(())
+    }
+
+    /// Starts containers, asks the llama-server at [`PORT`] for text, does something else while it
+    /// runs, and ends all containers of the user.
+    fn generate(
+        &self,
+        (name, user): (&str, &str),
+        lines: &str,
+        meanwhile: impl FnOnce() -> Result<()>,
+    ) -> Result<String> {
+        let log = (self.log)(name);
+        let terminal = self.container.open(user, lines, &log)?;
+        self.container
+            .await_that(&format!(
+                "curl --silent --fail http://127.0.0.1:{PORT}/health"
+            ))
+            .with_context(|| process::tail(&log))?;
+        let text = one_machine::complete(&self.container, PORT)?;
+        meanwhile()?;
+        self.container.run(user, "podman stop --all")?;
+        terminal.wait()?;
+        Ok(text)
+    }
+}
+
 pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> Result<String> {
     let sections = [
         "Docker and Podman",
@@ -86,120 +143,82 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     ];
     let mut guide = Guide::open(PAGE, &sections)?;
     let images = Images::make(dist)?;
-    let log = |name: &str| tests.log(&format!("documentation-containers-{name}"));
+    let reports = workspace::reports();
+    let log = move |name: &str| reports.join(format!("documentation-containers-{name}.log"));
     let container = Container::boot(tests.cache, &PODMAN, &log("system"))?;
     container.root(PODMAN_LIMITS)?;
     let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
     container.copy(&model, "/srv/models/model.gguf")?;
-    for (image, name) in [
-        (&images.executor, "vgpu-0.1.0-amd64.oci.tar"),
-        (&images.server, "vgpu-llama-server-0.1.0-amd64.oci.tar"),
-    ] {
-        container.copy(image, &format!("/root/{name}"))?;
-    }
+    container.copy(&images.executor, "/root/vgpu-0.1.0-amd64.oci.tar")?;
+    container.copy(&images.server, &format!("/root/{SERVER_FILE}"))?;
     let deploy = workspace::root().join("deploy");
     let files = ["compose.yaml", "compose-executor.yaml", "compose-gpu.yaml"];
     container.copy_into("/root", &files.map(|file| deploy.join(file)))?;
+
     let tag = images.tag.as_str();
-    let load = guide.take("podman load --input vgpu-0.1.0")?;
-    let (load, copy) = load.split_once('\n').context("two commands")?;
-    ensure!(
-        copy.starts_with("skopeo copy"),
-        "{copy:?} is followed by no test"
+    let own_name = format!("ggml-vgpu-llama-server:{tag}");
+    let names = [("ggml-vgpu-llama-server:0.1.0", own_name.as_str())];
+    let without_root = guide.take_with("--group-add keep-groups", &names)?;
+    let own = guide.take_with("podman load --input vgpu-llama-server", &names)?;
+    let [(load, without_root), (_, own)] = [&without_root, &own].map(|text| first_line(text));
+    let executor = guide.take("podman load --input vgpu-0.1.0")?;
+    let (load_executor, copy) = first_line(&executor);
+    ensure!(copy.starts_with("skopeo copy"), "{copy:?} is not followed");
+    container.root(&format!("{load_executor}\n{load}"))?;
+    let mut host = Host {
+        container,
+        reference: String::new(),
+        log: Box::new(log),
+    };
+    let on_cpu = format!(
+        "podman run --rm -v /srv/models:/models:ro -p 127.0.0.1:{PORT}:8080 \
+         -e GGML_BACKEND_PATH= -e LLAMA_ARG_N_GPU_LAYERS=0 -e VGPU_REQUIRED=0 \
+         {own_name} -m /models/model.gguf"
     );
-    container.root(load)?;
-    let own = guide.take_with(
-        "podman load --input vgpu-llama-server",
-        &[(
-            "ggml-vgpu-llama-server:0.1.0",
-            &format!("ggml-vgpu-llama-server:{tag}"),
-        )],
-    )?;
-    let (load, run) = own.split_once('\n').context("two commands")?;
-    container.root(load)?;
+    host.reference = host.generate(("cpu", "root"), &on_cpu, || Ok(()))?;
 
     // Executor and llama-server in containers, without a package on the host. No GPU is there.
-    let compose = guide.take_with(
-        "-f compose-executor.yaml",
-        &[(" -f compose-gpu.yaml up", " up")],
-    )?;
-    let (up, ps) = compose.split_once('\n').context("two commands")?;
-    let names = format!(
-        "export VGPU_TAG={tag} LLAMA_IMAGE=localhost/ggml-vgpu-llama-server:{tag} \
-         VGPU_IMAGE=localhost/ggml-vgpu\n"
+    let without_gpu = [(" -f compose-gpu.yaml up", " up")];
+    let compose = guide.take_with("-f compose-executor.yaml", &without_gpu)?;
+    let (up, ps) = first_line(&compose);
+    let images = format!(
+        "export VGPU_TAG={tag} VGPU_IMAGE=localhost/ggml-vgpu LLAMA_IMAGE=localhost/{own_name}\n"
     );
-    let reference = {
-        let on_cpu = format!(
-            "podman run --rm -v /srv/models:/models:ro -p 127.0.0.1:{PORT}:8080 \
-             -e GGML_BACKEND_PATH= -e LLAMA_ARG_N_GPU_LAYERS=0 -e VGPU_REQUIRED=0 \
-             ggml-vgpu-llama-server:{tag} -m /models/model.gguf"
-        );
-        generate(&container, &on_cpu, &log("cpu"), || Ok(()))?
-    };
-    let expect = |text: &str| -> Result<()> {
-        ensure!(
-            text == reference,
-            "{text:?}, but {reference:?} from the CPU"
-        );
-        Ok(())
-    };
-    let lists = |said: &str| -> Result<()> {
-        let is_listed = said.contains("llama-server[");
-        ensure!(is_listed, "vgpu ps lists no llama-server:\n{said}");
-        Ok(())
-    };
-    let text = generate(
-        &container,
-        &format!("{names}{up}"),
-        &log("compose-executor"),
-        || lists(&container.root(&format!("{names}{ps}"))?),
-    )?;
-    expect(&text)?;
-    container.root(&format!(
-        "{names}docker compose -f compose-executor.yaml down --volumes"
-    ))?;
+    let [up, ps] = [up, ps].map(|lines| format!("{images}{lines}"));
+    host.follow(("compose-executor", "root"), &up, &ps)?;
+    let down = "docker compose -f compose-executor.yaml down --volumes";
+    host.container.root(&format!("{images}{down}"))?;
 
     // With the packages on the host.
-    container.copy_into("/root", &[&packages.host, &packages.guest])?;
-    container.root("dpkg --install vgpu_*.deb vgpu-guest_*.deb && systemctl enable --now vgpu")?;
-    let in_registry = format!("localhost/ggml-vgpu-llama-server:{tag}");
+    let files = [&packages.host, &packages.guest];
+    host.container.copy_into("/root", &files)?;
+    host.container
+        .root("dpkg --install vgpu_*.deb vgpu-guest_*.deb && systemctl enable --now vgpu")?;
+    let in_registry = format!("localhost/{own_name}");
     let docker = guide.take_with("docker run", &[(IMAGE, &in_registry)])?;
-    let ways = [
-        ("docker", docker),
-        (
-            "compose",
-            format!("{names}{}", guide.take("-f compose.yaml up")?),
-        ),
-        ("own-image", run.to_owned()),
-    ];
-    for (name, lines) in ways {
-        let text = generate(&container, &lines, &log(name), || {
-            lists(&container.root("vgpu ps")?)
-        })?;
-        expect(&text).with_context(|| format!("with {name}"))?;
-    }
+    host.follow(("docker", "root"), &docker, "vgpu ps")?;
+    let compose = guide.take("-f compose.yaml up")?;
+    host.follow(
+        ("compose", "root"),
+        &format!("{images}{compose}"),
+        "vgpu ps",
+    )?;
+    host.container.root(&format!(
+        "{images}export VGPU_GID=0\ndocker compose -f compose.yaml down"
+    ))?;
+    host.follow(("own-image", "root"), own, "vgpu ps")?;
+
+    // A user has images of the user's own.
+    host.container.root(&format!(
+        "usermod --append --groups vgpu {USER} && cp {SERVER_FILE} ~{USER}"
+    ))?;
+    host.container.run(USER, load)?;
+    host.follow(("without-root", USER), without_root, "vgpu ps")?;
     guide.finish()?;
-    Ok(format!("{} characters, four times", reference.len()))
+    Ok(format!("{} characters, five times", host.reference.len()))
 }
 
-/// Starts containers with lines of shell, asks the llama-server at [`PORT`] for text, does
-/// something else while it runs, and ends it all.
-fn generate(
-    container: &Container,
-    lines: &str,
-    log: &Path,
-    meanwhile: impl FnOnce() -> Result<()>,
-) -> Result<String> {
-    let terminal = container.open("root", lines, log)?;
-    container
-        .await_that(&format!(
-            "curl --silent --fail http://127.0.0.1:{PORT}/health"
-        ))
-        .with_context(|| format!("the output: {}", process::tail(log)))?;
-    let text = one_machine::complete(container, PORT)?;
-    meanwhile()?;
-    container.root("podman stop --all")?;
-    terminal.wait()?;
-    container.await_that("[ -z \"$(podman ps --quiet)\" ]")?;
-    Ok(text)
+/// The first line of a block, and the others.
+fn first_line(block: &str) -> (&str, &str) {
+    block.split_once('\n').unwrap_or((block, ""))
 }

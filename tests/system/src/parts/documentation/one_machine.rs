@@ -33,22 +33,22 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
     container.copy(&dist.vgpu, &clone("target/dist/vgpu"))?;
 
     let on_cpu = "llama-server -m model.gguf -ngl 0";
-    let (reference, _) = generate(&container, on_cpu, &log("cpu"))?;
+    let reference = generate(&container, on_cpu, &log("cpu"))?;
     ensure!(!reference.is_empty(), "the CPU generates nothing");
     let on_device = |lines: &str, name: &str| -> Result<()> {
-        let (text, said) = generate(&container, lines, &log(name))?;
+        let text = generate(&container, lines, &log(name))?;
         ensure!(
             text == reference,
             "{text:?}, but {reference:?} from the CPU"
         );
-        let uses = "VGPU0 model buffer size";
-        ensure!(said.contains(uses), "no {uses:?} in the log:\n{said}");
-        Ok(())
+        expect_device(&container)
     };
     on_device(&guide.take("VGPU_ENDPOINT=inproc")?, "inproc")?;
     let mut server = container.open(USER, &in_clone(&guide.take("vgpu serve")?), &log("serve"))?;
     server.wait_for("ready unix:/tmp/vgpu.sock")?;
     on_device(&guide.take("VGPU_ENDPOINT=unix:/tmp/vgpu.sock")?, "unix")?;
+    let devices = container.run(USER, &in_clone(&guide.take("--list-devices")?))?;
+    ensure!(devices.contains("VGPU0: "), "no VGPU0 in\n{devices}");
     server.close()?;
     guide.finish()?;
     Ok(format!("{} characters, twice", reference.len()))
@@ -56,6 +56,16 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
 
 fn in_clone(lines: &str) -> String {
     format!("cd ggml-vgpu\n{lines}")
+}
+
+/// Where the plugin writes what it has computed.
+pub(super) const STATS: &str = "/tmp/vgpu-stats";
+
+/// A program that has ended has computed on `VGPU0`.
+pub(super) fn expect_device(container: &Container) -> Result<()> {
+    let stats = container.root(&format!("cat {STATS} && rm {STATS}"))?;
+    ensure!(stats.contains("VGPU0"), "the statistics: {stats}");
+    Ok(())
 }
 
 /// Installs a llama-server with loadable backends, as the page requires it.
@@ -76,13 +86,14 @@ pub(super) fn install_llama_server(tests: &TestRun<'_>, container: &Container) -
         .map(drop)
 }
 
-/// Starts a llama-server with lines of shell, asks it for text, and ends it. Returns the text, and
-/// what the llama-server has written.
-fn generate(container: &Container, lines: &str, log: &Path) -> Result<(String, String)> {
-    let mut server = container.open(USER, &in_clone(lines), log)?;
-    server.wait_for("server is listening on")?;
+/// Starts a llama-server with lines of shell, asks it for text, and ends it.
+fn generate(container: &Container, lines: &str, log: &Path) -> Result<String> {
+    let lines = format!("export VGPU_STATS={STATS}\n{}", in_clone(lines));
+    let mut server = container.open(USER, &lines, log)?;
+    server.wait_for("listening on http")?;
     let text = complete(container, 8080)?;
-    Ok((text, server.close()?))
+    server.close()?;
+    Ok(text)
 }
 
 /// Asks a llama-server on a port of the system for text.
