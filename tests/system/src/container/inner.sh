@@ -27,7 +27,6 @@ ln -s /proc/self/fd/1 "$root/dev/stdout"
 ln -s /proc/self/fd/2 "$root/dev/stderr"
 mount -t tmpfs -o nosuid,nodev,mode=755 tmpfs "$root/run"
 mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs "$root/tmp"
-hostname debian
 cd "$root"
 pivot_root . mnt
 exec env -i container=vgpu-tests PATH=/usr/sbin:/usr/bin:/sbin:/bin \

@@ -26,6 +26,10 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// The timeout of a command in seconds, for `timeout`.
 const COMMAND_SECONDS: &str = "600";
 
+/// The names that Debian's installer gives a system.
+const HOSTNAME: &str = "debian\n";
+const HOSTS: &str = "127.0.0.1 localhost\n127.0.1.1 debian\n";
+
 /// The user of the system beside root. Every command of the user runs with `sudo` without a
 /// password.
 pub(crate) const USER: &str = "alice";
@@ -112,6 +116,9 @@ impl Container {
         let mut cp = Command::new("cp");
         cp.args(["--archive", "--reflink=auto"]);
         process::output(cp.arg(tree).arg(&root))?;
+        for (file, text) in [("hostname", HOSTNAME), ("hosts", HOSTS)] {
+            fs::write(root.join("etc").join(file), text).context("naming the system")?;
+        }
         let outer = scratch.path().join("outer.sh");
         fs::write(&outer, OUTER).context("writing a script")?;
         fs::write(scratch.path().join("inner.sh"), INNER).context("writing a script")?;

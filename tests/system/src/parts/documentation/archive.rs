@@ -32,5 +32,5 @@ pub(super) fn follow(tests: &TestRun<'_>, packages: &Packages) -> Result<String>
     let is_tried = { said.lines() }.any(|line| line.starts_with("ok ") && line.contains(link));
     ensure!(is_tried, "vgpu doctor has not tried {link}:\n{said}");
     guide.finish()?;
-    Ok(version.trim().to_owned())
+    Ok(version.lines().last().unwrap_or_default().to_owned())
 }
