@@ -572,6 +572,35 @@ fn a_host_of_virtual_machines_only() {
     drop(serve);
 }
 
+#[test]
+fn a_host_of_other_machines_only() {
+    let config = "[server]\nlisten = [\"tcp:0.0.0.0:4780\"]\n";
+    let machine = Machine::host("other-machines", config);
+    let line = |local: &str, state: &str| format!("   0: {local} 00000000:0000 {state} 0 0 0\n");
+    let head = "  sl  local_address rem_address   st tx_queue rx_queue tr\n";
+    // Port 4780 is 12AC. A connection from that port and a listener on 12AD are no listener.
+    let others = [
+        head,
+        &line("0100007F:12AC", "01"),
+        &line("00000000:12AD", "0A"),
+    ];
+    machine.write("proc/net/tcp", &others.concat());
+    let said = machine.doctor(&[]);
+    let missing = "no process listens on TCP port 4780";
+    assert!(has(&said, "note link", missing), "{}", said.text);
+    assert!(!said.is_well, "{}", said.text);
+
+    machine.write("proc/net/tcp6", &line(&format!("{:032}:12AC", 0), "0A"));
+    let said = machine.doctor(&[]);
+    let listens = "tcp:0.0.0.0:4780: a process listens on TCP port 4780";
+    assert!(
+        said.is_well && has(&said, "ok link", listens),
+        "{}",
+        said.text
+    );
+    assert_eq!(said.last(), "This machine can use a vGPU.");
+}
+
 /// The kernel still lists the socket of a process whose file was removed.
 #[test]
 fn listener_whose_file_was_removed_is_no_listener() {

@@ -66,5 +66,6 @@ pub(crate) fn of_release(written: &str, start: &str, end: &str) -> Result<PathBu
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         name.starts_with(start) && name.ends_with(end)
     });
+    let found = found.filter(|file| file.is_file());
     found.with_context(|| format!("no {start}*{end} in {written}"))
 }

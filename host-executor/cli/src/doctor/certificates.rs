@@ -15,17 +15,17 @@ use super::report::Report;
 const PART: &str = "certs";
 
 pub(super) fn check(given: &[PathBuf], host: Option<&Settings>, report: &mut Report) {
-    for folder in given {
-        check_folder(folder, None, report);
-    }
     let variable = std::env::var_os(CERTIFICATES).filter(|folder| !folder.is_empty());
-    if let Some(folder) = variable {
-        check_folder(Path::new(&folder), None, report);
+    let named = given.iter().cloned().chain(variable.map(PathBuf::from));
+    let own = host.and_then(|settings| Some((settings.certs.as_deref()?, settings.crl.as_deref())));
+    for folder in named {
+        // The executor's own folder is checked once, with its list of revoked certificates.
+        if own.is_none_or(|(own, _)| own != folder) {
+            check_folder(&folder, None, report);
+        }
     }
-    if let Some(settings) = host
-        && let Some(folder) = &settings.certs
-    {
-        check_folder(folder, settings.crl.as_deref(), report);
+    if let Some((folder, crl)) = own {
+        check_folder(folder, crl, report);
     }
 }
 

@@ -40,8 +40,8 @@ const UPDATE_GUEST: &str = "update ggml-vgpu on this machine to the version of t
 pub(super) struct Links {
     /// Executors that accept programs of this machine, if not where a plugin looks by itself.
     pub(super) endpoints: Vec<Endpoint>,
-    /// Whether the executors here serve virtual machines only.
-    pub(super) only_machines: bool,
+    /// Whether the executors here serve virtual machines or other machines only.
+    pub(super) only_others: bool,
 }
 
 /// A candidate without a session.
@@ -100,8 +100,10 @@ pub(super) fn check(
             }
         }
     }
-    let machines = own.map_or(0, |settings| check_machines(root, settings, report));
-    let is_reached = !reached.is_empty() || machines > 0;
+    let others = own.map_or(0, |settings| {
+        check_machines(root, settings, report) + check_tcp(root, settings, report)
+    });
+    let is_reached = !reached.is_empty() || others > 0;
     for miss in &misses {
         let next = miss.next.clone().or_else(|| start(service));
         let is_broken = miss.is_broken && service != UnitState::Changing;
@@ -118,7 +120,7 @@ pub(super) fn check(
             start(service).unwrap_or_else(by_hand),
         );
     }
-    links.only_machines = reached.is_empty() && machines > 0;
+    links.only_others = reached.is_empty() && others > 0;
     let is_found = |endpoint: &Endpoint| root.is_own() && Endpoint::defaults().contains(endpoint);
     let is_found = |endpoint: &Endpoint| matches!(endpoint, Endpoint::Pci(_)) || is_found(endpoint);
     if are_named {
@@ -198,6 +200,48 @@ fn check_machines(root: &Root, settings: &Settings, report: &mut Report) -> usiz
         }
     }
     count
+}
+
+/// Looks for the TCP listeners without connecting: guests show certificates there, and this machine
+/// may have none for a guest. Returns how many a process listens on.
+fn check_tcp(root: &Root, settings: &Settings, report: &mut Report) -> usize {
+    let of_guests = settings.guests.iter().flat_map(|guest| &guest.listen);
+    let mut count = 0;
+    for endpoint in settings.listen.iter().chain(of_guests) {
+        let Endpoint::Tcp { port, .. } = endpoint else {
+            continue;
+        };
+        if listens_on(root, *port) {
+            report.ok(
+                PART,
+                format!("{endpoint}: a process listens on TCP port {port}, for other machines"),
+            );
+            count += 1;
+        } else {
+            report.note(
+                PART,
+                format!("{endpoint}: no process listens on TCP port {port}"),
+            );
+        }
+    }
+    count
+}
+
+/// The state of a listening socket in `/proc/net/tcp`, TCP_LISTEN of linux/net/tcp_states.h.
+const TCP_LISTEN: &str = "0A";
+
+/// Whether a process listens on a TCP port of any address (`/proc/net/tcp`, proc_net_tcp.rst of the
+/// kernel's documentation).
+fn listens_on(root: &Root, port: u16) -> bool {
+    let end = format!(":{port:04X}");
+    ["/proc/net/tcp", "/proc/net/tcp6"].iter().any(|table| {
+        let table = root.read(table).unwrap_or_default();
+        table.lines().any(|line| {
+            let mut words = line.split_whitespace();
+            let is_own = words.nth(1).is_some_and(|local| local.ends_with(&end));
+            is_own && words.nth(1) == Some(TCP_LISTEN)
+        })
+    })
 }
 
 /// Whether a process listens on the unix socket `path`, also if its file was removed: the kernel

@@ -73,7 +73,7 @@ pub(super) fn check(
     if let Some(ggml) = ggml {
         command.arg("--ggml").arg(ggml);
     }
-    if links.only_machines {
+    if links.only_others {
         command.arg("--no-device");
     }
     if !links.endpoints.is_empty() {

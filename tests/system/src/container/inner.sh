@@ -2,8 +2,19 @@
 # its own control group as the root of the hierarchy. /sys is read-only, so that udev does not run
 # and leaves the devices of this machine alone.
 root=$1
+# Settings of the kernel are for this machine, but for those of the network.
+protect() {
+    for path in sys sysrq-trigger; do
+        mount --bind "$root/proc/$path" "$root/proc/$path"
+    done
+    mount --bind "$root/proc/sys/net" "$root/proc/sys/net"
+    for path in sys sysrq-trigger; do
+        mount -o remount,bind,ro,nosuid,nodev,noexec "$root/proc/$path"
+    done
+}
 mount --bind "$root" "$root"
 mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
+protect
 mount -t sysfs -o ro,nosuid,nodev,noexec sysfs "$root/sys"
 mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 "$root/sys/fs/cgroup"
 mount -t tmpfs -o nosuid,mode=755 tmpfs "$root/dev"

@@ -2,6 +2,7 @@
 //! seconds.
 
 use std::fs;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -23,8 +24,8 @@ const JOIN: &str = "mkdir -p \"$0\" && echo $$ > \"$0/cgroup.procs\" && exec \"$
 
 /// The timeout of a boot, and that of every other wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The timeout of a command in seconds, for `timeout`.
-const COMMAND_SECONDS: &str = "600";
+/// The timeout of a command.
+const COMMAND: Duration = Duration::from_secs(600);
 
 /// The names that Debian's installer gives a system.
 const HOSTNAME: &str = "debian\n";
@@ -59,13 +60,15 @@ impl System {
         let is_root = rustix::process::geteuid().is_root();
         ensure!(is_root, "debootstrap and containers need root");
         let (_, release) = self.release;
-        let folder = format!("debian-{}-{release}-1", self.name);
+        let wanted = [&[PACKAGES], self.packages].concat().join(",");
+        let mut hasher = DefaultHasher::new();
+        wanted.hash(&mut hasher);
+        let folder = format!("debian-{}-{release}-{:016x}", self.name, hasher.finish());
         cache.folder(&folder, |dir| {
             if !packages::runs("debootstrap", &["--version"]) {
                 packages::apt(cache, &["debootstrap"], "debootstrap")?;
             }
             let progress = Progress::new(&format!("a Debian with systemd, {release}"));
-            let wanted = [&[PACKAGES], self.packages].concat().join(",");
             let mut debootstrap = Command::new("debootstrap");
             debootstrap.args(["--variant=minbase", &format!("--include={wanted}"), release]);
             debootstrap.arg(dir);
@@ -98,7 +101,7 @@ pub(crate) struct Ran {
 #[derive(Debug)]
 pub(crate) struct Container {
     system: Daemon,
-    /// The process of systemd, as this machine counts.
+    /// The process id of systemd in the PID namespace of this process.
     init: u32,
     group: String,
     scratch: Scratch,
@@ -179,7 +182,7 @@ impl Container {
         PathBuf::from(format!("/proc/{}/root", self.init))
     }
 
-    /// Connects the network interface `eth0` of this system with that of another one.
+    /// Connects the network interface `eth0` of this system with that of another one (veth).
     ///
     /// # Errors
     /// If there is no `ip`, or a system has such an interface.
@@ -222,7 +225,7 @@ impl Container {
     fn shell(&self, user: &str, lines: &str) -> Command {
         let mut nsenter = self.nsenter();
         nsenter.args(["su", "--login", user, "--command"]);
-        nsenter.arg(format!("exec 2>&1\nset -e\n{lines}"));
+        nsenter.arg(format!("exec 2>&1\n{}", checked(lines)));
         nsenter
     }
 
@@ -239,11 +242,11 @@ impl Container {
         nsenter
     }
 
-    /// Runs a program of the system as root.
+    /// Runs a program of the system as root, for 10 s at most.
     fn execute(&self, program: &Command) -> Result<Ran> {
         let mut nsenter = self.nsenter();
         nsenter.arg(program.get_program()).args(program.get_args());
-        finish(&mut nsenter)
+        finish(&nsenter, Duration::from_secs(10))
     }
 
     /// Runs lines of shell as a user who has just logged in, up to the first that fails.
@@ -251,11 +254,7 @@ impl Container {
     /// # Errors
     /// If they cannot be started. A line that fails is no error.
     pub(crate) fn try_run(&self, user: &str, lines: &str) -> Result<Ran> {
-        let shell = self.shell(user, lines);
-        let mut limited = Command::new("timeout");
-        limited.args(["--kill-after=10", COMMAND_SECONDS]);
-        limited.arg(shell.get_program()).args(shell.get_args());
-        finish(&mut limited)
+        finish(&self.shell(user, lines), COMMAND)
     }
 
     /// Runs lines of shell as a user who has just logged in. Returns what they write.
@@ -290,7 +289,8 @@ impl Container {
         let name = log.file_name().context("a log has a name")?;
         // `su` makes the shell the first process of a session.
         let session = format!("/tmp/{}.session", name.to_string_lossy());
-        let lines = format!("echo $$ > {session}\n{lines}");
+        // The shell waits for the program, and ends with the status of the program.
+        let lines = format!("trap : TERM\necho $$ > {session}\n{lines}");
         Ok(Terminal {
             container: self,
             program: Daemon::start(&mut self.shell(user, &lines), log)?,
@@ -305,13 +305,14 @@ impl Container {
     pub(crate) fn await_that(&self, lines: &str) -> Result<()> {
         let started = Instant::now();
         loop {
-            let ran = self.try_run("root", lines)?;
+            let left = TIMEOUT.saturating_sub(started.elapsed());
+            // A second at least, so that the error has the output of an attempt.
+            let ran = finish(&self.shell("root", lines), left.max(Duration::from_secs(1)))?;
             if ran.status == Some(0) {
                 return Ok(());
             }
-            let waited = started.elapsed();
             ensure!(
-                waited < TIMEOUT,
+                !left.is_zero(),
                 "not within {TIMEOUT:?}: {lines}\n{}",
                 ran.output
             );
@@ -353,16 +354,23 @@ impl Terminal<'_> {
         );
         self.container
             .root(&format!("kill -TERM -- -$(cat {})", self.session))?;
-        self.wait()
+        let (status, said) = self.wait()?;
+        // What a shell makes of SIGTERM, for programs without a handler.
+        let is_good = [Some(0), Some(143)].contains(&status);
+        ensure!(is_good, "the program ends with {status:?}:\n{said}");
+        Ok(said)
     }
 
-    /// Waits until the program has ended by itself. Returns what it has written.
+    /// Waits until the program has ended by itself. Returns its status and what it has written.
     ///
     /// # Errors
     /// If the program does not end within two minutes.
-    pub(crate) fn wait(mut self) -> Result<String> {
+    pub(crate) fn wait(mut self) -> Result<(Option<i32>, String)> {
         let started = Instant::now();
-        while self.program.exited()?.is_none() {
+        let status = loop {
+            if let Some(status) = self.program.exited()? {
+                break status;
+            }
             let waited = started.elapsed();
             ensure!(
                 waited < TIMEOUT,
@@ -370,8 +378,8 @@ impl Terminal<'_> {
                 self.program.log()
             );
             std::thread::sleep(Duration::from_millis(50));
-        }
-        Ok(self.program.log())
+        };
+        Ok((status.code(), self.program.log()))
     }
 }
 
@@ -390,8 +398,28 @@ impl Drop for Container {
     }
 }
 
-fn finish(command: &mut Command) -> Result<Ran> {
-    let output = command.stdin(Stdio::null()).stderr(Stdio::piped()).output();
+/// Lines of shell of which each has to succeed: `set -e` does not see that the first part of
+/// `a && b` has failed.
+fn checked(lines: &str) -> String {
+    let mut text = String::new();
+    for line in lines.lines() {
+        text.push_str(line);
+        text.push('\n');
+        let goes_on = ["\\", "|", "&&"].iter().any(|end| line.ends_with(end));
+        if !goes_on && !line.trim().is_empty() {
+            text.push_str("status=$?; [ $status = 0 ] || exit $status\n");
+        }
+    }
+    text
+}
+
+/// Runs a command to its end, or ends it when its time is over.
+fn finish(command: &Command, limit: Duration) -> Result<Ran> {
+    let mut limited = Command::new("timeout");
+    limited.arg("--kill-after=10");
+    limited.arg(limit.as_secs_f64().to_string());
+    limited.arg(command.get_program()).args(command.get_args());
+    let output = limited.stdin(Stdio::null()).output();
     let output = output.context("starting nsenter")?;
     let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.push_str(&String::from_utf8_lossy(&output.stderr));
@@ -399,4 +427,24 @@ fn finish(command: &mut Command) -> Result<Ran> {
         status: output.status.code(),
         output: text,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(lines: &str) -> Option<i32> {
+        let mut sh = Command::new("sh");
+        let ran = finish(sh.args(["-c", &checked(lines)]), Duration::from_secs(10));
+        ran.unwrap().status
+    }
+
+    #[test]
+    fn each_line_has_to_succeed() {
+        assert_eq!(status("export A=1\n[ $A = 1 ]   # right"), Some(0));
+        assert_eq!(status("(exit 3) && true\ntrue"), Some(3));
+        assert_eq!(status("(exit 4)\ntrue\n"), Some(4));
+        assert_eq!(status("true \\\n  && (exit 5)\ntrue"), Some(5));
+        assert_eq!(status("echo a |\n    grep b\ntrue"), Some(1));
+    }
 }

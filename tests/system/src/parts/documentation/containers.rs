@@ -158,12 +158,19 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     let tag = images.tag.as_str();
     let own_name = format!("ggml-vgpu-llama-server:{tag}");
     let names = [("ggml-vgpu-llama-server:0.1.0", own_name.as_str())];
-    let without_root = guide.take_with("--group-add keep-groups", &names)?;
-    let own = guide.take_with("podman load --input vgpu-llama-server", &names)?;
-    let [(load, without_root), (_, own)] = [&without_root, &own].map(|text| first_line(text));
+    let in_registry = format!("localhost/{own_name}");
+    let docker = guide.take_with("docker run", &[(IMAGE, &in_registry)])?;
+    let compose = guide.take("-f compose.yaml up")?;
+    let with_executor = guide.take("-f compose-executor.yaml")?;
+    // No GPU is there.
+    let with_executor = guide.with(with_executor, &[(" -f compose-gpu.yaml up", " up")])?;
     let executor = guide.take("podman load --input vgpu-0.1.0")?;
     let (load_executor, copy) = first_line(&executor);
     ensure!(copy.starts_with("skopeo copy"), "{copy:?} is not followed");
+    let own = guide.take_with("podman load --input vgpu-llama-server", &names)?;
+    let without_root = guide.take_with("--group-add keep-groups", &names)?;
+    let [(load, own), (_, without_root)] = [&own, &without_root].map(|text| first_line(text));
+    guide.finish()?;
     container.root(&format!("{load_executor}\n{load}"))?;
     let mut host = Host {
         container,
@@ -177,13 +184,10 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     );
     host.reference = host.generate(("cpu", "root"), &on_cpu, || Ok(()))?;
 
-    // Executor and llama-server in containers, without a package on the host. No GPU is there.
-    let without_gpu = [(" -f compose-gpu.yaml up", " up")];
-    let compose = guide.take_with("-f compose-executor.yaml", &without_gpu)?;
-    let (up, ps) = first_line(&compose);
-    let images = format!(
-        "export VGPU_TAG={tag} VGPU_IMAGE=localhost/ggml-vgpu LLAMA_IMAGE=localhost/{own_name}\n"
-    );
+    // Executor and llama-server in containers, without a package on the host.
+    let (up, ps) = first_line(&with_executor);
+    // The page's image of llama-server is one of a registry.
+    let images = format!("export VGPU_TAG={tag} LLAMA_IMAGE={in_registry}\n");
     let [up, ps] = [up, ps].map(|lines| format!("{images}{lines}"));
     host.follow(("compose-executor", "root"), &up, &ps)?;
     let down = "docker compose -f compose-executor.yaml down --volumes";
@@ -194,10 +198,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     host.container.copy_into("/root", &files)?;
     host.container
         .root("dpkg --install vgpu_*.deb vgpu-guest_*.deb && systemctl enable --now vgpu")?;
-    let in_registry = format!("localhost/{own_name}");
-    let docker = guide.take_with("docker run", &[(IMAGE, &in_registry)])?;
     host.follow(("docker", "root"), &docker, "vgpu ps")?;
-    let compose = guide.take("-f compose.yaml up")?;
     host.follow(
         ("compose", "root"),
         &format!("{images}{compose}"),
@@ -214,8 +215,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     ))?;
     host.container.run(USER, load)?;
     host.follow(("without-root", USER), without_root, "vgpu ps")?;
-    guide.finish()?;
-    Ok(format!("{} characters, five times", host.reference.len()))
+    Ok(format!("{} characters each time", host.reference.len()))
 }
 
 /// The first line of a block, and the others.

@@ -1,5 +1,6 @@
 //! A machine with the packages and an Ollama: host and guest in one.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::process::Command;
 
@@ -33,6 +34,20 @@ const UNIT: &str = "[Unit]\nAfter=network-online.target\n\n[Service]\n\
 /// A shell condition: Ollama's service answers.
 pub(super) const ANSWERS: &str = "curl --silent --fail http://127.0.0.1:11434/api/version";
 
+/// What `vgpu install` writes.
+const DROP_IN: &str = "/etc/systemd/system/ollama.service.d/vgpu.conf";
+const INSTALLED: &str = "/usr/local/lib/ollama/vgpu";
+
+/// The name of all guests that the configuration does not name.
+const UNNAMED: &str = "-";
+
+/// Kind, mode, owner and path of each file, and the size of those of Ollama: not of files that a
+/// running system changes, of dpkg's own list, of the user's home, and of Ollama's models.
+const FILES: &str = "find / -xdev \\( -path /proc -o -path /sys -o -path /dev -o -path /run \
+    -o -path /tmp -o -path /home -o -path /root -o -path /var/log -o -path /var/lib/dpkg \
+    -o -path /var/lib/systemd -o -path /usr/share/ollama \\) -prune -o \
+    \\( -path '/usr/local/*' -printf '%y %m %u %s %p\\n' \\) -o -printf '%y %m %u %p\\n'";
+
 /// The last line of `vgpu doctor` where nothing is wrong.
 const NO_PROBLEM: &str = "This machine can use a vGPU.";
 
@@ -62,14 +77,16 @@ pub(super) fn follow(
 
     let container = Container::boot(tests.cache, system, &log("system"))?;
     let on_cpu = with_ollama(tests, &container)?;
-    let files = "find /etc /opt /usr /var/cache/vgpu /var/lib/systemd -xdev | sort";
-    let before = container.root(&format!("{files} 2> /dev/null || true"))?;
+    let before = container.root(FILES)?;
 
     // The host.
+    let mut upgrade = None;
     match by {
         By::Dpkg => {
             copy_release(&container, packages, HOME)?;
             container.run(USER, &install.take("dpkg --install")?)?;
+            let reason = "it is for a running executor";
+            upgrade = Some(install.take_early("vgpu check-config", reason)?);
         }
         By::Script => by_script(&container, packages, &mut install)?,
     }
@@ -79,29 +96,25 @@ pub(super) fn follow(
     by_hand.wait_for("ready unix:/tmp/vgpu.sock")?;
     by_hand.close()?;
     container.run(USER, &install.take("usermod --append --groups vgpu alice")?)?;
-    if by == By::Dpkg {
-        container.run(USER, &install.take("vgpu check-config")?)?;
+    if let Some(upgrade) = upgrade {
+        container.run(USER, &upgrade)?;
     }
     container.await_that("systemctl is-active vgpu")?;
 
     // The guest.
     container.run(USER, &of_ollama.take("vgpu install --dry-run")?)?;
     container.await_that(ANSWERS)?;
-    let on_device = generate(&container)?;
+    let on_device = generate_on_device(&container, (&container, UNNAMED))?;
     ensure!(
         on_device == on_cpu,
         "{on_device:?}, but {on_cpu:?} from the CPU"
     );
-    let said = container.run(USER, "ollama ps")?;
-    ensure!(said.contains("100% GPU"), "ollama ps: {said}");
     let said = container.root("journalctl --no-pager --unit ollama")?;
     let names = ["inference compute", "name=VGPU0"];
     let is_listed = said
         .lines()
         .any(|line| names.iter().all(|name| line.contains(name)));
     ensure!(is_listed, "Ollama's log lists no VGPU0:\n{said}");
-    let said = container.root("vgpu ps")?;
-    ensure!(said.contains("llama-server"), "vgpu ps: {said}");
     let said = container.run(USER, "sudo vgpu doctor")?;
     let last = said.lines().last().unwrap_or_default();
     ensure!(
@@ -119,32 +132,41 @@ pub(super) fn follow(
     by_hand.wait_for("name=VGPU0")?;
     by_hand.close()?;
 
-    // Without an executor: nothing answers, unless the wait is taken out.
-    container.root("systemctl stop vgpu && systemctl start --no-block ollama && sleep 3")?;
-    let answered = container.try_run("root", ANSWERS)?;
-    ensure!(
-        answered.status != Some(0),
-        "Ollama runs without its executor"
-    );
+    // Without an executor the service waits, and with the page's file it computes on the CPU.
+    container.root("systemctl stop vgpu && systemctl start --no-block ollama")?;
+    let waits = "[ \"$(systemctl show -P SubState ollama)\" = start-pre ]";
+    container.await_that(&format!("{waits} && sleep 2 && {waits} && ! {ANSWERS}"))?;
     container.run(USER, &of_ollama.take("zz-no-wait.conf")?)?;
     container.root("systemctl restart ollama")?;
     container.await_that(ANSWERS)?;
-    container.root(
-        "rm /etc/systemd/system/ollama.service.d/zz-no-wait.conf \
-         && systemctl daemon-reload && systemctl start vgpu",
-    )?;
+    let text = generate(&container)?;
+    ensure!(text == on_cpu, "{text:?} without an executor");
+    expect_processor(&container, "100% CPU")?;
+    container.root("systemctl start vgpu && systemctl restart ollama")?;
+    container.await_that(ANSWERS)?;
+    generate_on_device(&container, (&container, UNNAMED))?;
 
     container.run(USER, &of_ollama.take("vgpu uninstall")?)?;
+    container.root(&format!("[ ! -e {DROP_IN} ] && [ ! -e {INSTALLED} ]"))?;
     container.await_that(ANSWERS)?;
     let again = generate(&container)?;
     ensure!(again == on_cpu, "{again:?}, but {on_cpu:?} before");
+    expect_processor(&container, "100% CPU")?;
+    container.root(
+        "rm /etc/systemd/system/ollama.service.d/zz-no-wait.conf && systemctl daemon-reload \
+         && rmdir --ignore-fail-on-non-empty /etc/systemd/system/ollama.service.d",
+    )?;
     container.run(USER, &install.take("dpkg --purge")?)?;
-    let after = container.root(&format!("{files} 2> /dev/null || true"))?;
-    let left: Vec<&str> = { after.lines() }
-        .filter(|file| !before.lines().any(|one| one == *file))
+    let after = container.root(FILES)?;
+    let [before, after] = [&before, &after].map(|files| files.lines().collect::<BTreeSet<_>>());
+    let changed: Vec<&&str> = { before.symmetric_difference(&after) }
         .filter(|file| !is_of_users(file))
         .collect();
-    ensure!(left.is_empty(), "left after the removal: {left:?}");
+    ensure!(changed.is_empty(), "changed by the removal: {changed:?}");
+    container.root(
+        "[ ! -e /run/vgpu ] && [ -z \"$(find /proc -maxdepth 1 -user vgpu)\" ] && \
+         [ -z \"$(systemctl list-units --all --no-legend 'vgpu*')\" ]",
+    )?;
     install.finish()?;
     of_ollama.finish()?;
     Ok(format!("{TOKENS} tokens of Ollama {}", ollama::VERSIONS[1]))
@@ -156,24 +178,24 @@ fn copy_release(container: &Container, packages: &Packages, folder: &str) -> Res
     container.copy_into(folder, &files.collect::<Vec<_>>())
 }
 
-/// Signs a release as its maker does, and installs the packages from the folder of the release.
+/// Signs a release as its releaser does, and installs the packages from the folder of the release.
 fn by_script(container: &Container, packages: &Packages, guide: &mut Guide) -> Result<()> {
     let release = format!("{HOME}/release");
     copy_release(container, packages, &release)?;
     let script = workspace::root().join("deploy/install.sh");
     container.copy(&script, &format!("{HOME}/install.sh"))?;
-    // The maker's key is not in the system of the user.
-    let maker = Scratch::new()?;
-    let key = maker.path().join("key");
+    // The key is not in the system of the user.
+    let releaser = Scratch::new()?;
+    let key = releaser.path().join("key");
     let mut keygen = Command::new("ssh-keygen");
     keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", "releaser", "-f"]);
     process::output(keygen.arg(&key))?;
-    let sums = maker.path().join("SHA256SUMS");
+    let sums = releaser.path().join("SHA256SUMS");
     fs::copy(&packages.checksums, &sums).context("copying the checksums")?;
     let mut sign = Command::new("ssh-keygen");
     sign.args(["-q", "-Y", "sign", "-n", "ggml-vgpu", "-f"]);
     process::output(sign.arg(&key).arg(&sums))?;
-    let signature = maker.path().join("SHA256SUMS.sig");
+    let signature = releaser.path().join("SHA256SUMS.sig");
     container.copy(&signature, &format!("{release}/SHA256SUMS.sig"))?;
     let public = fs::read_to_string(key.with_extension("pub")).context("reading a key")?;
     let releasers = container.files().join(format!("{}/releasers", &HOME[1..]));
@@ -193,10 +215,18 @@ fn by_script(container: &Container, packages: &Packages, guide: &mut Guide) -> R
         .map(drop)
 }
 
-/// Whether a file is the backup of a list of users, or the lock of the lists.
+/// Whether a line of [`FILES`] is the backup of a list of users, or the lock of the lists.
 fn is_of_users(file: &str) -> bool {
-    let name = file.strip_prefix("/etc/").unwrap_or_default();
-    let lists = ["group-", "gshadow-", "passwd-", "shadow-", ".pwd.lock"];
+    let name = file.rsplit_once(" /etc/").unwrap_or_default().1;
+    let lists = [
+        "group-",
+        "gshadow-",
+        "passwd-",
+        "shadow-",
+        "subuid-",
+        "subgid-",
+        ".pwd.lock",
+    ];
     lists.contains(&name)
 }
 
@@ -247,4 +277,40 @@ pub(super) fn generate(container: &Container) -> Result<String> {
     let text = answer["response"].as_str();
     text.map(str::to_owned)
         .with_context(|| format!("no text in {answer}"))
+}
+
+/// Asks Ollama's service for text, which it must compute on the device, as a guest of the executor
+/// of `host` with this name.
+pub(super) fn generate_on_device(
+    container: &Container,
+    (host, guest): (&Container, &str),
+) -> Result<String> {
+    let before = graphs_of(host, guest)?;
+    let text = generate(container)?;
+    expect_processor(container, "100% GPU")?;
+    let graphs = graphs_of(host, guest)? - before;
+    ensure!(
+        graphs >= TOKENS,
+        "the executor has run {graphs} graphs of {guest:?} for {TOKENS} tokens"
+    );
+    Ok(text)
+}
+
+/// `ollama ps` has these words.
+fn expect_processor(container: &Container, words: &str) -> Result<()> {
+    let said = container.run(USER, "ollama ps")?;
+    ensure!(said.contains(words), "no {words:?} in `ollama ps`: {said}");
+    Ok(())
+}
+
+/// How many graphs an executor has run for a guest.
+pub(super) fn graphs_of(host: &Container, guest: &str) -> Result<u64> {
+    let said = host.root("vgpu ps --json")?;
+    let status: Value = serde_json::from_str(&said).with_context(|| format!("vgpu ps: {said}"))?;
+    let guests = status["guests"].as_array().context("no guests")?;
+    let graphs = guests.iter().find(|one| one["name"] == guest);
+    // An unnamed guest is listed from its first program on.
+    Ok(graphs
+        .map_or(Some(0), |one| one["graphs"].as_u64())
+        .context("no graphs")?)
 }

@@ -35,18 +35,21 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
     let on_cpu = "llama-server -m model.gguf -ngl 0";
     let reference = generate(&container, on_cpu, &log("cpu"))?;
     ensure!(!reference.is_empty(), "the CPU generates nothing");
-    let on_device = |lines: &str, name: &str| -> Result<()> {
+    let on_device = |lines: &str, (name, endpoint): (&str, &str)| -> Result<()> {
         let text = generate(&container, lines, &log(name))?;
         ensure!(
             text == reference,
             "{text:?}, but {reference:?} from the CPU"
         );
-        expect_device(&container)
+        expect_device(&container, endpoint)
     };
-    on_device(&guide.take("VGPU_ENDPOINT=inproc")?, "inproc")?;
+    on_device(&guide.take("VGPU_ENDPOINT=inproc")?, ("inproc", "inproc"))?;
     let mut server = container.open(USER, &in_clone(&guide.take("vgpu serve")?), &log("serve"))?;
     server.wait_for("ready unix:/tmp/vgpu.sock")?;
-    on_device(&guide.take("VGPU_ENDPOINT=unix:/tmp/vgpu.sock")?, "unix")?;
+    on_device(
+        &guide.take("VGPU_ENDPOINT=unix:/tmp/vgpu.sock")?,
+        ("unix", "unix:/tmp/vgpu.sock"),
+    )?;
     let devices = container.run(USER, &in_clone(&guide.take("--list-devices")?))?;
     ensure!(devices.contains("VGPU0: "), "no VGPU0 in\n{devices}");
     server.close()?;
@@ -61,10 +64,14 @@ fn in_clone(lines: &str) -> String {
 /// Where the plugin writes what it has computed.
 pub(super) const STATS: &str = "/tmp/vgpu-stats";
 
-/// A program that has ended has computed on `VGPU0`.
-pub(super) fn expect_device(container: &Container) -> Result<()> {
+/// A program that has ended has computed on `VGPU0` over this link.
+pub(super) fn expect_device(container: &Container, endpoint: &str) -> Result<()> {
     let stats = container.root(&format!("cat {STATS} && rm {STATS}"))?;
-    ensure!(stats.contains("VGPU0"), "the statistics: {stats}");
+    let words = ["VGPU0", endpoint];
+    ensure!(
+        words.iter().all(|word| stats.contains(word)),
+        "not {words:?} in the statistics: {stats}"
+    );
     Ok(())
 }
 

@@ -10,6 +10,7 @@ use xtask_common::dist::Dist;
 
 use super::TRIXIE;
 use super::guide::Guide;
+use super::ollama_on_debian::graphs_of;
 use crate::container::Container;
 use crate::debian::Packages;
 use crate::test_run::TestRun;
@@ -85,16 +86,15 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
         }
     }
     let first = guest.generation()?;
-    let listed = host.root("vgpu ps --json")?;
-    let is_listed = listed.contains("\"100\"") && listed.contains("\"101\"");
-    ensure!(is_listed, "vgpu ps lists no guests 100 and 101: {listed}");
+    let graphs = graphs_of(&host, FIRST)?;
+    ensure!(graphs > 0, "the executor has run no graph of guest {FIRST}");
 
     // The executor restarts under the machine, and starts after it was down.
     host.root("vgpu check-config && systemctl restart vgpu")?;
     guest.generation().context("after a restart")?;
     host.root("systemctl stop vgpu && qm shutdown 101")?;
     let refused = host.try_run("root", "qm start 101")?;
-    ensure!(refused.status == Some(1), "qm: {}", refused.output);
+    ensure!(refused.status == Some(1), "qm: {refused:?}");
     let start = guide.take_with("systemctl start vgpu && qm start", &[("100", "101")])?;
     host.root(&start)?;
     guest.generation().context("after a stop and a start")?;
