@@ -92,8 +92,8 @@ Only `--full` runs:
             dashboard. `--only deploy` builds nothing: without --full or --dist it leaves out the
             device plugin with Kubernetes' own package, and vgpu's flags in the Helm chart
   documentation
-            the ways of the documentation from nothing to a model on the device: one machine, and
-            Debian 12 and 13 with Ollama; each command is read out of the pages
+            the ways of the documentation from nothing to a model on the device (docs/README.md):
+            each command is read out of the pages
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
             products of nine types instead of two and two; 20 killed executors instead of three
