@@ -1,11 +1,17 @@
-//! The output of `cargo xtask package`.
+//! Debian: the packages that `cargo xtask package` makes, and minimal systems to install them in.
 
+use std::fs;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
+use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
+use xtask_common::packages as tools;
 use xtask_common::process;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 /// The Debian packages' names.
@@ -68,4 +74,59 @@ pub(crate) fn of_release(written: &str, start: &str, end: &str) -> Result<PathBu
     });
     let found = found.filter(|file| file.is_file());
     found.with_context(|| format!("no {start}*{end} in {written}"))
+}
+
+/// A supported release of Debian.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Release {
+    pub(crate) number: &'static str,
+    name: &'static str,
+}
+
+pub(crate) const BOOKWORM: Release = Release {
+    number: "12",
+    name: "bookworm",
+};
+pub(crate) const TRIXIE: Release = Release {
+    number: "13",
+    name: "trixie",
+};
+
+impl Release {
+    /// The file system of a minimal system with further packages, made once with `debootstrap`.
+    /// `finish` may change the new system.
+    ///
+    /// # Errors
+    /// If this user is not root, or the packages cannot be fetched.
+    pub(crate) fn tree(
+        self,
+        cache: &Cache,
+        (what, packages): (&str, &str),
+        finish: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<PathBuf> {
+        let is_root = rustix::process::geteuid().is_root();
+        ensure!(is_root, "debootstrap and chroot need root");
+        let mut hasher = DefaultHasher::new();
+        packages.hash(&mut hasher);
+        let name = self.name;
+        let folder = format!("debian-{what}-{name}-{:016x}", hasher.finish());
+        cache.folder(&folder, |dir| {
+            if !tools::runs("debootstrap", &["--version"]) {
+                tools::apt(cache, &["debootstrap"], "debootstrap")?;
+            }
+            let progress = Progress::new(&format!("a Debian ({what}), {name}"));
+            let mut debootstrap = Command::new("debootstrap");
+            let include = format!("--include={packages}");
+            debootstrap.args(["--variant=minbase", &include, name]);
+            let log = cache.log("debootstrap");
+            process::run(debootstrap.arg(dir), &progress, &log)?;
+            // Downloads, which make copies large.
+            for folder in ["var/cache/apt/archives", "var/lib/apt/lists"] {
+                fs::remove_dir_all(dir.join(folder)).context("removing downloads")?;
+            }
+            finish(dir)?;
+            progress.done("");
+            Ok(())
+        })
+    }
 }

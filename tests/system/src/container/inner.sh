@@ -4,13 +4,12 @@
 root=$1
 # Settings of the kernel are for this machine, but for those of the network.
 protect() {
-    for path in sys sysrq-trigger; do
-        mount --bind "$root/proc/$path" "$root/proc/$path"
-    done
+    mount --bind "$root/proc/sys" "$root/proc/sys"
     mount --bind "$root/proc/sys/net" "$root/proc/sys/net"
-    for path in sys sysrq-trigger; do
-        mount -o remount,bind,ro,nosuid,nodev,noexec "$root/proc/$path"
-    done
+    mount -o remount,bind,ro,nosuid,nodev,noexec "$root/proc/sys"
+    if [ -e "$root/proc/sysrq-trigger" ]; then
+        mount --bind /dev/null "$root/proc/sysrq-trigger"
+    fi
 }
 mount --bind "$root" "$root"
 mount -t proc -o nosuid,nodev,noexec proc "$root/proc"

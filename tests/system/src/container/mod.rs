@@ -2,17 +2,15 @@
 //! seconds.
 
 use std::fs;
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::debian::Release;
 use xtask_common::cache::Cache;
-use xtask_common::packages;
 use xtask_common::process::{self, Daemon};
-use xtask_common::progress::Progress;
 use xtask_common::scratch::Scratch;
 
 const OUTER: &str = include_str!("outer.sh");
@@ -43,8 +41,7 @@ const PACKAGES: &str = "systemd,systemd-sysv,udev,dbus,sudo,curl,ca-certificates
 /// A system to boot.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct System {
-    /// The release of Debian by number and by name.
-    pub(crate) release: (&'static str, &'static str),
+    pub(crate) release: Release,
     /// Further packages.
     pub(crate) packages: &'static [&'static str],
     /// What tells systems with other packages apart.
@@ -57,36 +54,39 @@ impl System {
     /// # Errors
     /// If this user is not root, or the packages cannot be fetched.
     pub(crate) fn tree(&self, cache: &Cache) -> Result<PathBuf> {
-        let is_root = rustix::process::geteuid().is_root();
-        ensure!(is_root, "debootstrap and containers need root");
-        let (_, release) = self.release;
-        let wanted = [&[PACKAGES], self.packages].concat().join(",");
-        let mut hasher = DefaultHasher::new();
-        wanted.hash(&mut hasher);
-        let folder = format!("debian-{}-{release}-{:016x}", self.name, hasher.finish());
-        cache.folder(&folder, |dir| {
-            if !packages::runs("debootstrap", &["--version"]) {
-                packages::apt(cache, &["debootstrap"], "debootstrap")?;
-            }
-            let progress = Progress::new(&format!("a Debian with systemd, {release}"));
-            let mut debootstrap = Command::new("debootstrap");
-            debootstrap.args(["--variant=minbase", &format!("--include={wanted}"), release]);
-            debootstrap.arg(dir);
-            process::run(&mut debootstrap, &progress, &cache.log("debootstrap"))?;
-            // Downloads, which make copies large.
-            for folder in ["var/cache/apt/archives", "var/lib/apt/lists"] {
-                fs::remove_dir_all(dir.join(folder)).context("removing downloads")?;
-            }
+        let packages = [&[PACKAGES], self.packages].concat().join(",");
+        self.release.tree(cache, (self.name, &packages), |root| {
             // No network to wait for, and no console to log in at.
             for unit in ["getty.target", "systemd-networkd-wait-online.service"] {
-                let link = dir.join("etc/systemd/system").join(unit);
+                let link = root.join("etc/systemd/system").join(unit);
                 std::os::unix::fs::symlink("/dev/null", link).context("masking a unit")?;
             }
-            let file = dir.join("etc/sudoers.d").join(USER);
-            fs::write(file, format!("{USER} ALL=(ALL) NOPASSWD: ALL\n")).context("sudoers")?;
-            progress.done("");
-            Ok(())
+            let file = root.join("etc/sudoers.d").join(USER);
+            fs::write(file, format!("{USER} ALL=(ALL) NOPASSWD: ALL\n")).context("sudoers")
         })
+    }
+}
+
+/// Settings that systemd and its services change at a boot. They are the same for all containers and
+/// this machine.
+#[derive(Debug, PartialEq, Eq)]
+struct KernelSettings([String; 4]);
+
+impl KernelSettings {
+    fn read() -> Result<KernelSettings> {
+        let names = [
+            "kernel/core_pattern",
+            "kernel/pid_max",
+            "fs/nr_open",
+            "fs/file-max",
+        ];
+        let mut values = [const { String::new() }; 4];
+        for (value, name) in values.iter_mut().zip(names) {
+            let path = Path::new("/proc/sys").join(name);
+            let read = fs::read_to_string(&path);
+            *value = read.with_context(|| format!("reading {}", path.display()))?;
+        }
+        Ok(KernelSettings(values))
     }
 }
 
@@ -114,6 +114,7 @@ impl Container {
     /// If the system cannot be made, or does not boot with all its units.
     pub(crate) fn boot(cache: &Cache, system: &System, log: &Path) -> Result<Container> {
         let tree = system.tree(cache)?;
+        let settings = KernelSettings::read()?;
         let scratch = Scratch::new()?;
         let root = scratch.path().join("root");
         let mut cp = Command::new("cp");
@@ -138,6 +139,8 @@ impl Container {
             scratch,
         };
         container.wait_for_boot()?;
+        let now = KernelSettings::read()?;
+        ensure!(now == settings, "{settings:?} of the kernel became {now:?}");
         container.root(&format!("useradd --create-home --shell /bin/bash {USER}"))?;
         Ok(container)
     }

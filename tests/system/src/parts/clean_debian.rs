@@ -9,19 +9,14 @@ use anyhow::{Context as _, Result, ensure};
 use xtask_common::cache::Cache;
 use xtask_common::llama;
 use xtask_common::model::{self, FileType};
-use xtask_common::packages as tools;
 use xtask_common::process;
-use xtask_common::progress::Progress;
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-use crate::debian::Packages;
+use crate::debian::{BOOKWORM, Packages, TRIXIE};
 use crate::faults::Program;
 use crate::previous::{Previous, previous};
 use crate::test_run::TestRun;
-
-/// The supported releases of Debian, with their names.
-const RELEASES: [(&str, &str); 2] = [("12", "bookworm"), ("13", "trixie")];
 
 /// What the program in the system needs of Debian beside the C library. The packages under test
 /// depend on none of it.
@@ -44,38 +39,16 @@ pub(super) fn run(tests: &mut TestRun<'_>, packages: &Packages) {
         Content::make(tests.cache)
     });
     let Some(content) = content else { return };
-    for (number, name) in RELEASES {
-        let check =
-            format!("Debian {number}, minimal: installed, used, upgraded under a guest, purged");
+    for release in [BOOKWORM, TRIXIE] {
+        let check = format!(
+            "Debian {}, minimal: installed, used, upgraded under a guest, purged",
+            release.number
+        );
         tests.check(&check, |tests, _| {
-            let tree = tree(tests.cache, name)?;
+            let tree = release.tree(tests.cache, ("minimal", LIBRARIES), |_| Ok(()))?;
             in_a_copy(&tree, packages, &made, &content)
         });
     }
-}
-
-/// A minimal system of a release of Debian.
-fn tree(cache: &Cache, name: &str) -> Result<PathBuf> {
-    ensure!(
-        rustix::process::geteuid().is_root(),
-        "debootstrap and chroot need root"
-    );
-    cache.folder(&format!("debian-minimal-{name}-1"), |dir| {
-        if !tools::runs("debootstrap", &["--version"]) {
-            tools::apt(cache, &["debootstrap"], "debootstrap")?;
-        }
-        let progress = Progress::new(&format!("a minimal Debian, {name}"));
-        let mut debootstrap = Command::new("debootstrap");
-        debootstrap.args(["--variant=minbase", &format!("--include={LIBRARIES}"), name]);
-        debootstrap.arg(dir);
-        process::run(&mut debootstrap, &progress, &cache.log("debootstrap"))?;
-        // Downloads, which make copies large.
-        for folder in ["var/cache/apt/archives", "var/lib/apt/lists"] {
-            fs::remove_dir_all(dir.join(folder)).context("removing downloads")?;
-        }
-        progress.done("");
-        Ok(())
-    })
 }
 
 /// A program that generates text, with its libraries and its model.

@@ -14,17 +14,17 @@ use xtask_common::workspace;
 
 use self::ollama_on_debian::By;
 use crate::container::System;
-use crate::debian::Packages;
+use crate::debian::{self, Packages};
 use crate::test_run::TestRun;
 
-/// The supported releases of Debian.
+/// Installations without a desktop.
 const BOOKWORM: System = System {
-    release: ("12", "bookworm"),
+    release: debian::BOOKWORM,
     packages: &[],
     name: "systemd",
 };
 const TRIXIE: System = System {
-    release: ("13", "trixie"),
+    release: debian::TRIXIE,
     ..BOOKWORM
 };
 
@@ -41,7 +41,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let built = tests.prepare("packages", |_| Packages::make(&dist, &folder));
     let Some(packages) = built else { return };
     for (system, by) in [(BOOKWORM, By::Dpkg), (TRIXIE, By::Script)] {
-        let (number, _) = system.release;
+        let number = system.release.number;
         let name = format!("install.md and ollama.md: Debian {number} with systemd and Ollama");
         tests.check(&name, |tests, _| {
             ollama_on_debian::follow(tests, &packages, &system, by)

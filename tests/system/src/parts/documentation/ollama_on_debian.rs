@@ -65,7 +65,7 @@ pub(super) fn follow(
     system: &System,
     by: By,
 ) -> Result<String> {
-    let (number, _) = system.release;
+    let number = system.release.number;
     let log = |name: &str| tests.log(&format!("documentation-debian-{number}-{name}"));
     let section = match by {
         By::Dpkg => "Install on Debian and Ubuntu",
