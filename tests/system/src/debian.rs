@@ -61,8 +61,8 @@ impl Packages {
     }
 }
 
-/// The file of a release by the start and the end of its name. `written` is what `cargo xtask package`
-/// or `cargo xtask release` has written.
+/// The file of a release by the start and the end of its name. `written` is what
+/// `cargo xtask package` or `cargo xtask release` has written.
 ///
 /// # Errors
 /// If there is no such file.

@@ -16,8 +16,8 @@ use xtask_common::scratch::Scratch;
 const OUTER: &str = include_str!("outer.sh");
 const INNER: &str = include_str!("inner.sh");
 
-/// Joins a control group of the system, and becomes another program: `nsenter` of Debian 12 does not
-/// join the group of the process whose namespaces it enters.
+/// Joins a control group of the system, and becomes another program: `nsenter` of Debian 12 does
+/// not join the group of the process whose namespaces it enters.
 const JOIN: &str = "mkdir -p \"$0\" && echo $$ > \"$0/cgroup.procs\" && exec \"$@\"";
 
 /// The timeout of a boot, and that of every other wait.
@@ -67,8 +67,8 @@ impl System {
     }
 }
 
-/// Settings that systemd and its services change at a boot. They are the same for all containers and
-/// this machine.
+/// Settings that systemd and its services change at a boot. They are the same for all containers
+/// and this machine.
 #[derive(Debug, PartialEq, Eq)]
 struct KernelSettings([String; 4]);
 

@@ -175,7 +175,8 @@ impl Guide {
         Ok(text)
     }
 
-    /// Leaves out the next block, which has the words `mark` and cannot run here: `reason` says why.
+    /// Leaves out the next block, which has the words `mark` and cannot run here: `reason` says
+    /// why.
     ///
     /// # Errors
     /// If the next block does not have these words.
