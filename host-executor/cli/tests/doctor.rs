@@ -8,7 +8,7 @@ mod served;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
-use std::os::unix::fs::{chown, symlink};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown, symlink};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -29,6 +29,31 @@ use vgpu_transport::wire::{
     VersionRange,
 };
 
+/// The first words of the commands that may be the last line.
+const COMMANDS: [&str; 12] = [
+    "LD_DEBUG=files",
+    "VGPU_LOG=debug",
+    "export",
+    "journalctl",
+    "newgrp",
+    "nvidia-smi",
+    "sudo",
+    "sudoedit",
+    "systemctl",
+    "timedatectl",
+    "unset",
+    "vgpu",
+];
+
+/// The beginnings of what is no command: no command of this machine does it, or no command of every
+/// distribution.
+const NO_COMMANDS: [&str; 4] = [
+    "add the components ",
+    "end vgpu serve, and start it again",
+    "install ",
+    "start the container with ",
+];
+
 const SOCKET: &str = "run/vgpu/vgpu.sock";
 const DEBIAN: &str = "ID=debian\nVERSION_ID=\"13\"\n";
 
@@ -45,6 +70,21 @@ impl Said {
     /// The last line.
     fn last(&self) -> &str {
         self.text.lines().next_back().unwrap_or_default()
+    }
+
+    /// After a failure the last line is a command, for this machine or another one.
+    fn expect_command(&self) {
+        let Some(next) = self.last().strip_prefix("next: ") else {
+            assert!(self.is_well, "{}", self.text);
+            return;
+        };
+        let place = ["on the host: ", "on the executor's machine: "];
+        let command = place.iter().find_map(|place| next.strip_prefix(place));
+        let command = command.unwrap_or(next);
+        let first = command.split(' ').next().unwrap_or_default();
+        let is_known =
+            COMMANDS.contains(&first) || NO_COMMANDS.iter().any(|text| command.starts_with(text));
+        assert!(is_known, "{next:?} is no command");
     }
 }
 
@@ -144,10 +184,12 @@ impl Machine {
             .env_remove("GGML_BACKEND_PATH")
             .output()
             .expect("it starts");
-        Said {
+        let said = Said {
             text: String::from_utf8(output.stdout).expect("text"),
             is_well: output.status.success(),
-        }
+        };
+        said.expect_command();
+        said
     }
 }
 
@@ -171,13 +213,47 @@ fn a_card_without_its_driver() {
         let said = machine.doctor(&[]);
         assert!(has(&said, "FAIL gpu", words), "{}", said.text);
         // The driver is in no component that every Debian has.
-        let add = "next: add the components contrib, non-free and non-free-firmware to ";
+        let add = "next: add the components main contrib non-free non-free-firmware of Debian ";
         assert!(said.last().starts_with(add), "{}", said.text);
-        let sources = "Types: deb\nComponents: main contrib non-free non-free-firmware\n";
-        machine.write("etc/apt/sources.list.d/debian.sources", sources);
-        let said = machine.doctor(&[]);
-        assert_eq!(said.last(), "next: sudo apt install nvidia-driver");
-        assert!(!said.is_well);
+        for (file, text) in [
+            (
+                "sources.list.d/debian.sources",
+                "Types: deb deb-src\nURIs: http://deb.debian.org/debian\nSuites: trixie\n\
+                 Components: main non-free-firmware\n",
+            ),
+            (
+                "sources.list",
+                "# deb cdrom:[debian] trixie main\n\
+                 deb-src http://deb.debian.org/debian trixie main non-free\n\
+                 deb http://deb.debian.org/debian trixie main non-free-firmware\n\
+                 deb https://download.docker.com/linux/debian trixie stable\n",
+            ),
+        ] {
+            let file = format!("etc/apt/{file}");
+            machine.write(&file, text);
+            let said = machine.doctor(&[]);
+            let install = "sudo apt install nvidia-driver";
+            let next = said.last().strip_prefix("next: ").expect("a failure");
+            let edit = next.strip_suffix(&format!(" && sudo apt update && {install}"));
+            let edit = edit.expect(next).strip_prefix("sudo ").expect(next);
+            // The command makes the next one the last.
+            let shell = Command::new("sh").args(["-c", edit]).status();
+            assert!(shell.expect("it starts").success(), "{edit}");
+            let said = machine.doctor(&[]);
+            assert_eq!(said.last(), format!("next: {install}"), "{}", said.text);
+            assert!(!said.is_well);
+            let changed = fs::read_to_string(machine.path(&file)).expect("it is there");
+            let lines = text.lines().zip(changed.lines());
+            let changed: Vec<_> = lines.filter(|(old, new)| old != new).collect();
+            let [(_, line)] = changed[..] else {
+                panic!("{changed:?}")
+            };
+            assert!(
+                line.ends_with(" main contrib non-free non-free-firmware"),
+                "{line}"
+            );
+            fs::remove_file(machine.path(&file)).expect("it is there");
+        }
         machine.write("etc/os-release", "ID=ubuntu\nVERSION_ID=\"24.04\"\n");
         let said = machine.doctor(&[]);
         assert_eq!(said.last(), "next: sudo ubuntu-drivers install");
@@ -220,12 +296,8 @@ fn a_driver_without_nvrtc() {
     assert_eq!(said.last(), "next: sudo apt install libnvrtc12");
     machine.write("etc/os-release", "ID=fedora\nVERSION_ID=42\n");
     let last = machine.doctor(&[]);
-    assert!(
-        last.last()
-            .starts_with("next: install NVRTC 12 or 13: the CUDA toolkit"),
-        "{}",
-        last.text
-    );
+    let pip = "next: sudo pip3 install --target /opt/nvrtc nvidia-cuda-nvrtc-cu12 && ";
+    assert!(last.last().starts_with(pip), "{}", last.text);
 }
 
 /// A configuration with a backend of ggml that does not start.
@@ -274,6 +346,10 @@ fn a_driver_whose_library_does_not_work() {
         );
         assert!(!said.is_well);
     };
+    machine.write(
+        "etc/apt/sources.list",
+        "deb http://deb.debian.org/debian sid non-free\n",
+    );
     fails("is not there", "sudo apt install libcuda1");
     machine.write("run/.containerenv", "");
     fails("is not there", "start the container with --gpus all");
@@ -283,7 +359,7 @@ fn a_driver_whose_library_does_not_work() {
     machine.libcuda("", 11_040, 0);
     fails(
         "is for CUDA 11.4; the engine needs 12.0",
-        "install NVIDIA's driver",
+        "sudo apt install nvidia-driver",
     );
     machine.libcuda("", 12_040, 803);
     fails("are of different versions", "sudo reboot");
@@ -305,64 +381,119 @@ fn a_driver_whose_library_does_not_work() {
     );
 }
 
+/// A user and a group that no test runs as.
+const NOBODY: u32 = 65534;
+const GROUP: u32 = 4242;
+
+/// A folder of this machine that only root may enter, for tests of other users.
+fn closed_folder() -> PathBuf {
+    let folders = ["/root", "/var/cache/ldconfig", "/var/lib/private"].map(PathBuf::from);
+    let is_closed = |folder: &PathBuf| {
+        let denied = fs::read_dir(folder).err();
+        denied.is_some_and(|error| error.kind() == std::io::ErrorKind::PermissionDenied)
+    };
+    let mut closed = folders.iter().filter(|folder| is_closed(folder));
+    let closed = closed.next();
+    closed
+        .unwrap_or_else(|| panic!("this user may enter {folders:?}"))
+        .clone()
+}
+
+/// Root makes a folder of another group and tries it as another user. Any other user may give no
+/// folder away, and tries one of root.
 #[test]
 fn a_user_outside_of_the_group() {
-    const NOBODY: u32 = 65534;
-    const GROUP: u32 = 4242;
-    if !geteuid().is_root() {
-        return;
-    }
     let machine = Machine::host("group", "");
-    machine.write("etc/passwd", &format!("alice:x:{NOBODY}:{NOBODY}::/:\n"));
-    machine.write("etc/group", &format!("vgpu:x:{GROUP}:\n"));
+    let folder = machine.path("run/vgpu");
+    let is_root = geteuid().is_root();
+    let (user, group) = match is_root {
+        true => {
+            fs::create_dir_all(&folder).expect("a folder");
+            chown(&folder, None, Some(GROUP)).expect("root may");
+            fs::set_permissions(&folder, fs::Permissions::from_mode(0o750)).expect("ours");
+            (NOBODY, GROUP)
+        }
+        false => {
+            let closed = closed_folder();
+            fs::create_dir_all(machine.path("run")).expect("a folder");
+            symlink(&closed, &folder).expect("a link");
+            let group = fs::metadata(closed).expect("a folder").gid();
+            (geteuid().as_raw(), group)
+        }
+    };
+    machine.write("etc/passwd", &format!("alice:x:{user}:{user}::/:\n"));
+    machine.write("etc/group", &format!("vgpu:x:{group}:\n"));
+    let program = machine.path("vgpu");
+    copy_program(&program);
+    let doctor = || {
+        let mut command = Command::new(&program);
+        if is_root {
+            command.uid(NOBODY).gid(NOBODY);
+        }
+        machine.run(&mut command, &[])
+    };
+    let outside = |said: &Said| {
+        let words = "the user alice, is not in it";
+        assert!(has(said, "FAIL link", words), "{}", said.text);
+        assert_eq!(
+            said.last(),
+            "next: sudo usermod --append --groups vgpu alice"
+        );
+    };
+    outside(&doctor());
+    // The group counts from the next login on.
+    machine.write("etc/group", &format!("vgpu:x:{group}:bob,alice\n"));
+    assert_eq!(doctor().last(), "next: newgrp vgpu");
+    machine.write("run/.containerenv", "");
+    let next = format!("next: start the container with --group-add {group}");
+    assert_eq!(doctor().last(), next);
+
+    // The socket alone, which takes root.
+    if is_root {
+        fs::remove_file(machine.path("run/.containerenv")).expect("it is there");
+        machine.write("etc/group", &format!("vgpu:x:{group}:\n"));
+        chown(&folder, None, Some(0)).expect("root may");
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).expect("ours");
+        let socket = machine.path(SOCKET);
+        let serve = Serve::start(&socket, &[]);
+        chown(&socket, None, Some(GROUP)).expect("root may");
+        outside(&doctor());
+        drop(serve);
+    }
+}
+
+/// With the group of the socket the check succeeds, unless the socket keeps its group out.
+#[test]
+fn a_user_in_the_group() {
+    let machine = Machine::host("in-group", "");
     fs::create_dir_all(machine.path("run/vgpu")).expect("a folder");
     let socket = machine.path(SOCKET);
     let serve = Serve::start(&socket, &[]);
     let program = machine.path("vgpu");
     copy_program(&program);
-    let doctor = || {
-        let mut command = Command::new(&program);
-        machine.run(command.uid(NOBODY).gid(NOBODY), &[])
-    };
-    // The socket alone, and its folder.
-    for place in [socket.clone(), machine.path("run/vgpu")] {
-        chown(&place, None, Some(GROUP)).expect("root may");
-        if place.is_dir() {
-            Command::new("chmod")
-                .arg("750")
-                .arg(&place)
-                .status()
-                .expect("it runs");
-        }
-        let said = doctor();
-        assert!(
-            has(&said, "FAIL link", "the user alice, is not in it"),
-            "{}",
-            said.text
-        );
-        assert_eq!(
-            said.last(),
-            "next: sudo usermod --append --groups vgpu alice"
-        );
+    let is_root = geteuid().is_root();
+    if is_root {
+        chown(&socket, None, Some(GROUP)).expect("root may");
     }
-    // The group counts from the next login on.
-    machine.write("etc/group", &format!("vgpu:x:{GROUP}:bob,alice\n"));
-    assert_eq!(doctor().last(), "next: newgrp vgpu");
-    machine.write("run/.containerenv", "");
-    let said = doctor();
-    assert_eq!(
-        said.last(),
-        "next: start the container with --group-add 4242"
-    );
-    // With the group, the check succeeds.
-    fs::remove_file(machine.path("run/.containerenv")).expect("it is there");
-    let mut command = Command::new(&program);
-    let said = machine.run(command.uid(NOBODY).gid(GROUP), &[]);
+    let doctor = |mode| {
+        fs::set_permissions(&socket, fs::Permissions::from_mode(mode)).expect("ours");
+        let mut command = Command::new(&program);
+        if is_root {
+            command.uid(NOBODY).gid(GROUP);
+        }
+        machine.run(&mut command, &[])
+    };
+    let said = doctor(0o660);
     assert!(
         said.is_well && has(&said, "ok link", "session"),
         "{}",
         said.text
     );
+    let said = doctor(0o000);
+    let words = "has mode 000, which keeps its group";
+    assert!(has(&said, "FAIL link", words), "{}", said.text);
+    let next = format!("next: sudo chmod g+rw {}", socket.display());
+    assert_eq!(said.last(), next);
     drop(serve);
 }
 
@@ -375,10 +506,7 @@ fn an_executor_that_is_down() {
         "{}",
         said.text
     );
-    assert_eq!(
-        said.last(),
-        "next: start the executor on the host: vgpu serve"
-    );
+    assert_eq!(said.last(), "next: on the host: vgpu serve");
     let failed = "SubState=auto-restart\nResult=exit-code\nUnitFileState=enabled\nActiveState=";
     for (state, next) in [
         (
@@ -429,11 +557,12 @@ fn an_executor_of_another_version() {
     for (theirs, next) in [
         (
             ProtocolVersion::OLDEST.number() - 1,
-            "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
+            "on the executor's machine: sudo sh RELEASE/install.sh --host RELEASE && sudo \
+             systemctl restart vgpu",
         ),
         (
             ProtocolVersion::CURRENT.number() + 1,
-            "update ggml-vgpu on this machine to the version of the executor",
+            "sudo sh RELEASE/install.sh --guest RELEASE",
         ),
     ] {
         let machine = Machine::new("version");
@@ -752,7 +881,7 @@ fn an_executor_that_does_not_answer_its_control_socket() {
     );
     assert_eq!(
         said.last(),
-        "next: sudo vgpu dump, then sudo systemctl restart vgpu"
+        "next: sudo vgpu dump; sudo systemctl restart vgpu"
     );
     // One that says itself that it hangs.
     status.engine.hang = Some("session 3 has had the engine".into());
@@ -833,11 +962,9 @@ fn a_gpu_that_the_executor_does_not_use() {
     let said = doctor(Some(old), &mut vgpu(&[]));
     assert!(has(&said, "FAIL gpu the GPU", old), "{}", said.text);
     let file = machine.path("etc/vgpu/vgpu.toml");
-    let next = format!(
-        "sudoedit {}, and there: engine.kind = \"ggml\"",
-        file.display()
-    );
-    assert_eq!(said.last(), format!("next: {next}"));
+    let words = "engine.kind = \"ggml\" in the configuration uses it";
+    assert!(has(&said, "FAIL gpu the GPU", words), "{}", said.text);
+    assert_eq!(said.last(), format!("next: sudoedit {}", file.display()));
     assert!(!said.is_well);
     // An executor that started before the driver was installed.
     let libraries = vgpu_driver_standin::folder().expect("the library");
@@ -955,7 +1082,8 @@ fn the_plugin_gets_the_endpoint_in_a_process_of_its_own() {
         "{}",
         said.text
     );
-    assert_eq!(said.last(), "next: reinstall ggml-vgpu on this machine");
+    let install = "next: sudo sh RELEASE/install.sh --guest RELEASE";
+    assert_eq!(said.last(), install);
     drop(serve);
 }
 

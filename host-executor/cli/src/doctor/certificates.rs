@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use vgpu_executor::config::Settings;
 use vgpu_transport::link::connect::CERTIFICATES;
 use vgpu_transport::link::stream::tls::{
-    CertificateFileFault, CertificateFiles, Certificates, TlsError,
+    CertificateFault, CertificateFileFault, CertificateFiles, Certificates, TlsError,
 };
 use vgpu_transport::link::stream::x509::utc;
 
@@ -42,7 +42,7 @@ fn check_folder(folder: &Path, crl: Option<&Path>, report: &mut Report) {
             return;
         }
         Err(error) => {
-            let next = "vgpu cert --help, or for one that has expired: vgpu cert renew --help";
+            let next = next(&error);
             report.fail(PART, error.to_string(), next);
             return;
         }
@@ -55,6 +55,19 @@ fn check_folder(folder: &Path, crl: Option<&Path>, report: &mut Report) {
     );
     for (file, ending) in certificates.ending() {
         report.note(PART, format!("{}: {ending}", file.display()));
+    }
+}
+
+/// What to do about certificates that cannot be used. The folder of their authority, FOLDER, may be
+/// on another machine.
+fn next(error: &TlsError) -> &'static str {
+    let TlsError::Own(own) = error else {
+        return "vgpu cert --help";
+    };
+    match own.fault {
+        CertificateFault::Expired { .. } => "vgpu cert renew FOLDER NAME",
+        CertificateFault::NotYetValid { .. } => "timedatectl",
+        _ => "vgpu cert --help",
     }
 }
 

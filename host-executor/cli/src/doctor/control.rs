@@ -38,7 +38,8 @@ pub(super) fn check(
     let shown = path.display().to_string();
     let asked = path.clone();
     let answer = result_within(TIMEOUT, move || control::status(&asked));
-    let dump = || "sudo vgpu dump, then sudo systemctl restart vgpu".to_owned();
+    // What the executor does is to be seen before it is ended.
+    let dump = || "sudo vgpu dump; sudo systemctl restart vgpu".to_owned();
     match answer {
         Ok(Ok(status)) => {
             let Some(engine) = status.engines().find(|engine| engine.hang.is_some()) else {

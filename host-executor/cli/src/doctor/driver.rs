@@ -1,6 +1,7 @@
 //! The library of NVIDIA's driver, `libcuda.so.1`.
 
 use std::ffi::{CStr, CString, NulError, c_int, c_uint, c_void};
+use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
@@ -95,7 +96,7 @@ pub(super) fn check(part: &'static str, root: &Root, folders: &[&str], report: &
             .find(|file| file.exists()),
     };
     let Some(library) = library else {
-        report.fail(part, not_there(), install(root));
+        report.fail(part, not_there(), install_library(root));
         return;
     };
     let mut command = Command::new(OWN_PROGRAM);
@@ -112,24 +113,28 @@ pub(super) fn check(part: &'static str, root: &Root, folders: &[&str], report: &
                 shown(version),
                 shown(MIN_VERSION)
             ),
-            "install NVIDIA's driver, version 525 or newer".into(),
+            install(root),
         ),
         Ok(Some(Answer::Loaded { version, init })) => refusal(version, init),
         Ok(Some(Answer::NotLoaded(why))) if why.contains("No such file") => {
-            (not_there(), install(root))
+            (not_there(), install_library(root))
         }
-        Ok(Some(Answer::NotLoaded(why))) => {
-            (format!("{LIBRARY} cannot be loaded: {why}"), install(root))
-        }
+        Ok(Some(Answer::NotLoaded(why))) => (
+            format!("{LIBRARY} cannot be loaded: {why}"),
+            install_library(root),
+        ),
         Ok(None) => (
             format!("{LIBRARY}: its process has written no answer"),
-            install(root),
+            install_library(root),
         ),
         Err(error @ NoAnswer::Late(_)) => (
-            format!("{LIBRARY}: {error}: a call of the driver hangs"),
-            "sudo dmesg | grep --extended-regexp 'NVRM|Xid', then restart the host".into(),
+            format!(
+                "{LIBRARY}: {error}: a call of the driver hangs; the kernel's log may say why, and \
+                 a restart of the host ends it"
+            ),
+            "sudo dmesg | grep --extended-regexp 'NVRM|Xid'".into(),
         ),
-        Err(error) => (format!("{LIBRARY}: {error}"), install(root)),
+        Err(error) => (format!("{LIBRARY}: {error}"), install_library(root)),
     };
     report.fail(part, what, next);
 }
@@ -150,8 +155,11 @@ fn refusal(version: c_int, code: c_int) -> (String, String) {
             "sudo reboot".into(),
         ),
         NO_DEVICE => (
-            format!("{LIBRARY} (CUDA {shown}) finds no device (CUDA error {code})"),
-            "sudo nvidia-modprobe -c 0 -u, and see CUDA_VISIBLE_DEVICES".into(),
+            format!(
+                "{LIBRARY} (CUDA {shown}) finds no device (CUDA error {code}): its files in /dev \
+                 are missing, or CUDA_VISIBLE_DEVICES hides it"
+            ),
+            "sudo nvidia-modprobe -c 0 -u".into(),
         ),
         _ => (
             format!("{LIBRARY} (CUDA {shown}) does not begin: CUDA error {code}"),
@@ -170,7 +178,9 @@ fn parse(text: &str) -> Option<Answer> {
     serde_json::from_str(text.lines().next_back()?).ok()
 }
 
-fn install(root: &Root) -> String {
+/// What to do without the library.
+fn install_library(root: &Root) -> String {
+    // Nobody but who has started the container knows how.
     if root.is_container() {
         return "start the container with --gpus all --env \
                 NVIDIA_DRIVER_CAPABILITIES=compute,utility"
@@ -179,7 +189,70 @@ fn install(root: &Root) -> String {
     match root.distribution().0.as_str() {
         "debian" => "sudo apt install libcuda1".into(),
         "ubuntu" => "sudo ubuntu-drivers install".into(),
+        // Each has other repositories of the driver.
         _ => "install the CUDA library of NVIDIA's driver, of the version of the kernel's driver"
             .into(),
     }
+}
+
+/// What to do without a driver of version 525 or newer.
+pub(super) fn install(root: &Root) -> String {
+    match root.distribution().0.as_str() {
+        "debian" => install_on_debian(root),
+        "ubuntu" => "sudo ubuntu-drivers install".into(),
+        // Each has other repositories of the driver.
+        _ => "install NVIDIA's driver, version 525 or newer".into(),
+    }
+}
+
+/// The driver is in no component that every Debian has.
+fn install_on_debian(root: &Root) -> String {
+    const INSTALL: &str = "sudo apt install nvidia-driver";
+    const COMPONENTS: &str = "main contrib non-free non-free-firmware";
+    let sources = package_sources(root);
+    if sources
+        .iter()
+        .any(|(_, text)| has_component(text, "non-free"))
+    {
+        return INSTALL.into();
+    }
+    // Packages of others have sources, too.
+    let is_debian =
+        |(_, text): &&(PathBuf, String)| has_component(text, "main") && text.contains("debian");
+    let Some((file, text)) = sources.iter().find(is_debian) else {
+        return format!("add the components {COMPONENTS} of Debian to /etc/apt, then {INSTALL}");
+    };
+    // A file has one of two formats.
+    let script = match text.contains("Components:") {
+        true => format!("s/^Components:.*/Components: {COMPONENTS}/"),
+        false => format!("/^deb .*debian/ s/ main.*/ {COMPONENTS}/"),
+    };
+    let file = file.display();
+    format!("sudo sed --in-place '{script}' {file} && sudo apt update && {INSTALL}")
+}
+
+/// The files with sources of Debian packages, sorted by name, and their texts.
+fn package_sources(root: &Root) -> Vec<(PathBuf, String)> {
+    let folder = fs::read_dir(root.path("/etc/apt/sources.list.d"));
+    let listed = folder.into_iter().flatten().flatten();
+    let listed = listed.map(|file| file.path());
+    let mut sources = Vec::new();
+    for file in listed.chain([root.path("/etc/apt/sources.list")]) {
+        let kind = file.extension();
+        if kind.is_some_and(|kind| kind == "list" || kind == "sources")
+            && let Ok(text) = fs::read_to_string(&file)
+        {
+            sources.push((file, text));
+        }
+    }
+    sources.sort_unstable();
+    sources
+}
+
+/// Whether a source of binary packages has a component.
+fn has_component(text: &str, component: &str) -> bool {
+    text.lines().map(str::trim_start).any(|line| {
+        let is_read = !line.starts_with('#') && !line.starts_with("deb-src ");
+        is_read && line.split_whitespace().any(|word| word == component)
+    })
 }

@@ -58,7 +58,7 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) -
                 );
                 let what = format!("{card}: this NVIDIA card {driver}: vgpu serve cannot use it");
                 match is_wanted {
-                    true => report.fail(PART, what, install_driver(root)),
+                    true => report.fail(PART, what, driver::install(root)),
                     false => report.note(PART, what),
                 }
             }
@@ -78,38 +78,6 @@ fn driver_version(root: &Root) -> Option<String> {
         .split_whitespace()
         .find(|word| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.'))?;
     Some(version.to_owned())
-}
-
-fn install_driver(root: &Root) -> String {
-    match root.distribution().0.as_str() {
-        "debian" if !has_non_free(root) => "add the components contrib, non-free and \
-            non-free-firmware to Debian's source in /etc/apt, then sudo apt update && sudo apt \
-            install nvidia-driver"
-            .into(),
-        "debian" => "sudo apt install nvidia-driver".into(),
-        "ubuntu" => "sudo ubuntu-drivers install".into(),
-        _ => "install NVIDIA's driver, version 525 or newer".into(),
-    }
-}
-
-/// Whether a source of Debian packages has the component with NVIDIA's driver.
-fn has_non_free(root: &Root) -> bool {
-    let folder = fs::read_dir(root.path("/etc/apt/sources.list.d"));
-    let files = folder.into_iter().flatten().flatten();
-    let is_source = |path: &std::path::PathBuf| {
-        let kind = path.extension();
-        kind.is_some_and(|kind| kind == "list" || kind == "sources")
-    };
-    let has_it = |line: &str| {
-        let is_read = !line.starts_with('#') && !line.starts_with("deb-src ");
-        is_read && line.split_whitespace().any(|word| word == "non-free")
-    };
-    files
-        .map(|file| file.path())
-        .chain([root.path("/etc/apt/sources.list")])
-        .filter(is_source)
-        .filter_map(|file| fs::read_to_string(file).ok())
-        .any(|text| text.lines().map(str::trim_start).any(has_it))
 }
 
 #[cfg(feature = "cuda")]
@@ -163,8 +131,10 @@ fn install_compiler(root: &Root) -> String {
         {
             "sudo apt install libnvrtc12".into()
         }
-        _ => "install NVRTC 12 or 13: the CUDA toolkit, or the package nvidia-cuda-nvrtc of PyPI \
-              in a folder of /etc/ld.so.conf"
+        // Any version of CUDA 12 will do, and these are the wheel's folders.
+        _ => "sudo pip3 install --target /opt/nvrtc nvidia-cuda-nvrtc-cu12 && echo \
+              /opt/nvrtc/nvidia/cuda_nvrtc/lib | sudo tee /etc/ld.so.conf.d/nvrtc.conf && sudo \
+              ldconfig"
             .into(),
     }
 }

@@ -120,7 +120,7 @@ const CHECK: &str = "vgpu gpu-check --compare-only";
 /// Reports a GPU that is not used, once.
 fn unused(root: &Root, gpu: &str, report: &mut Report) {
     const PART: &str = "gpu";
-    let what = format!("the GPU {gpu}");
+    let mut what = format!("the GPU {gpu}");
     if report.has(PART, &what) {
         return;
     }
@@ -134,10 +134,10 @@ fn unused(root: &Root, gpu: &str, report: &mut Report) {
     // What no repair of this machine changes.
     let is_unsupported = ["compute capability", "without the CUDA engine"];
     let next = match is_unsupported.iter().any(|words| gpu.contains(words)) {
-        true => format!(
-            "sudoedit {}, and there: engine.kind = \"ggml\"",
-            root.path(DEFAULT_PATH).display()
-        ),
+        true => {
+            what.push_str("; engine.kind = \"ggml\" in the configuration uses it");
+            format!("sudoedit {}", root.path(DEFAULT_PATH).display())
+        }
         false => CHECK.into(),
     };
     report.fail(PART, what, next);

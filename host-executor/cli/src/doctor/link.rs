@@ -31,9 +31,12 @@ const FILE_GONE: &str = "the file of that socket was removed; the log of vgpu se
 const RESTART: &str = "sudo systemctl restart vgpu";
 
 /// What to do about a version that another program does not speak.
-const UPDATE_EXECUTOR: &str = "update ggml-vgpu on the executor's machine, and there: sudo \
-                               systemctl restart vgpu";
-const UPDATE_GUEST: &str = "update ggml-vgpu on this machine to the version of the executor";
+const UPDATE_EXECUTOR: &str = "on the executor's machine: sudo sh RELEASE/install.sh --host \
+                               RELEASE && sudo systemctl restart vgpu";
+/// Installs the plugin and the command of a release, which is in the folder RELEASE.
+pub(super) const INSTALL_GUEST: &str = "sudo sh RELEASE/install.sh --guest RELEASE";
+/// What an executor says of the end of a session.
+const LOG: &str = "on the executor's machine: journalctl --unit vgpu --lines 20 --no-pager";
 
 /// Whom the check has reached.
 #[derive(Debug, Default)]
@@ -65,8 +68,12 @@ pub(super) fn check(
     let (endpoints, are_named) = match session_client::endpoints(given) {
         Ok(endpoints) => endpoints,
         Err(error) => {
-            let next = "correct the environment variable VGPU_ENDPOINT";
-            report.fail(PART, format!("VGPU_ENDPOINT: {error}"), next);
+            // Without it the usual addresses are tried.
+            report.fail(
+                PART,
+                format!("VGPU_ENDPOINT: {error}"),
+                "unset VGPU_ENDPOINT",
+            );
             return Links::default();
         }
     };
@@ -136,7 +143,7 @@ fn start(service: UnitState) -> Option<String> {
 }
 
 fn by_hand() -> String {
-    "start the executor on the host: vgpu serve".into()
+    "on the host: vgpu serve".into()
 }
 
 /// The endpoints to try: those that are named, or the ones that a plugin tries and those where the
@@ -277,7 +284,7 @@ fn miss(root: &Root, endpoint: &Endpoint, error: &ClientError) -> Miss {
             what,
             is_there: true,
             is_broken: true,
-            next: Some("see the log of vgpu serve: journalctl --unit vgpu".into()),
+            next: Some(LOG.into()),
         },
     }
 }
@@ -315,7 +322,7 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
             is_broken: true,
             next: Some(match theirs < ours {
                 true => UPDATE_EXECUTOR.into(),
-                false => UPDATE_GUEST.into(),
+                false => INSTALL_GUEST.into(),
             }),
         },
         ConnectError::Unix(UnixConnectError::NotVgpu { path, .. }) => Miss {
@@ -328,7 +335,7 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
             what,
             is_there: true,
             is_broken: true,
-            next: Some("see the log of vgpu serve: journalctl --unit vgpu".into()),
+            next: Some(LOG.into()),
         },
         ConnectError::Unix(UnixConnectError::Timeout { .. } | UnixConnectError::Link { .. }) => {
             Miss {
@@ -342,9 +349,8 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
             what,
             is_there: true,
             is_broken: false,
-            next: Some(
-                "set VGPU_CERTS to the folder that vgpu cert has made for this guest".into(),
-            ),
+            // The folder that `vgpu cert` has made for this guest.
+            next: Some("export VGPU_CERTS=FOLDER".into()),
         },
         _ => nobody(what),
     }
@@ -353,9 +359,9 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
 /// What to do about a refusal. An executor of any version names its own ones.
 fn of_refusal(reason: &str) -> String {
     match VersionRange::of_host(reason) {
-        None => "see the log of vgpu serve: journalctl --unit vgpu".into(),
+        None => LOG.into(),
         Some(host) if host.newest() < VersionRange::SERVED.oldest() => UPDATE_EXECUTOR.into(),
-        Some(_) => UPDATE_GUEST.into(),
+        Some(_) => INSTALL_GUEST.into(),
     }
 }
 
@@ -418,8 +424,8 @@ mod tests {
         let (oldest, newest) = (VersionRange::SERVED.oldest(), VersionRange::SERVED.newest());
         let range = |oldest, newest| VersionRange::new(oldest, newest).unwrap();
         assert_eq!(of(range(1, oldest - 1)), UPDATE_EXECUTOR);
-        assert_eq!(of(range(newest + 1, newest + 1)), UPDATE_GUEST);
-        assert_eq!(of(range(newest + 1, newest + 2)), UPDATE_GUEST);
+        assert_eq!(of(range(newest + 1, newest + 1)), INSTALL_GUEST);
+        assert_eq!(of(range(newest + 1, newest + 2)), INSTALL_GUEST);
         let other = of_refusal("the host already serves 64 guests, its limit is 64");
         assert!(other.contains("journalctl"), "{other}");
     }

@@ -13,7 +13,7 @@ use vgpu_transport::link::Endpoint;
 
 use super::child::{self, NoAnswer};
 use super::library::{Library, LinkerError};
-use super::link::Links;
+use super::link::{INSTALL_GUEST, Links};
 use super::report::Report;
 use crate::own_program::OWN_PROGRAM;
 use crate::session_client;
@@ -85,16 +85,13 @@ pub(super) fn check(
         Err(why @ NoReport::Process(NoAnswer::Late(_))) => report.fail(
             PART,
             format!(
-                "{}: {why}: it, its ggml or a library that they need hangs",
+                "{}: {why}: it, its ggml or a library that they need hangs, the last one of which \
+                 the dynamic linker says \"calling init\"",
                 file.display()
             ),
-            "LD_DEBUG=files vgpu doctor shows which libraries begin (calling init)",
+            "LD_DEBUG=files vgpu doctor",
         ),
-        Err(why) => report.fail(
-            PART,
-            format!("{}: {why}", file.display()),
-            "reinstall ggml-vgpu on this machine",
-        ),
+        Err(why) => report.fail(PART, format!("{}: {why}", file.display()), INSTALL_GUEST),
     }
 }
 
@@ -140,8 +137,11 @@ fn load(args: &PluginArgs, report: &mut Report) {
         Err(error) => {
             report.fail(
                 PART,
-                format!("{}: {error}", file.display()),
-                "install the package vgpu-guest, or name the plugin: vgpu doctor --plugin FILE",
+                format!(
+                    "{}: {error}; it comes with the package vgpu-guest, and --plugin names another",
+                    file.display()
+                ),
+                INSTALL_GUEST,
             );
             return;
         }
@@ -159,7 +159,7 @@ fn load(args: &PluginArgs, report: &mut Report) {
                 file.display(),
                 missing.join(" and ")
             ),
-            "name the plugin: vgpu doctor --plugin FILE",
+            "vgpu doctor --plugin FILE",
         );
         return;
     }
@@ -236,8 +236,11 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
         Err(error) => {
             report.fail(
                 "ggml",
-                format!("{}: {error}", file.display()),
-                "name the program's libggml-base.so: vgpu doctor --ggml FILE",
+                format!(
+                    "{}: {error}; --ggml names the libggml-base.so of the program",
+                    file.display()
+                ),
+                "vgpu doctor --ggml FILE",
             );
             return false;
         }

@@ -29,7 +29,8 @@ struct Check {
     part: Cow<'static, str>,
     outcome: Outcome,
     what: String,
-    /// What to do after a failure: a command, where one helps.
+    /// The command to type after a failure, with a word in capitals where it needs one of this
+    /// machine; what else to do, where no command helps.
     next: Option<String>,
 }
 
@@ -170,8 +171,8 @@ mod tests {
     fn root_gets_commands_without_sudo() {
         for (next, of_root) in [
             (
-                "sudo vgpu dump, then sudo systemctl restart vgpu",
-                "vgpu dump, then systemctl restart vgpu",
+                "sudo vgpu dump; sudo systemctl restart vgpu",
+                "vgpu dump; systemctl restart vgpu",
             ),
             (
                 "sudoedit /etc/vgpu/vgpu.toml",
@@ -182,12 +183,12 @@ mod tests {
                 "on the host: sudo systemctl restart vgpu",
             ),
             (
-                "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
-                "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
+                "on the executor's machine: sudo vgpu dump",
+                "on the executor's machine: sudo vgpu dump",
             ),
             (
-                "add a component, then sudo apt update && sudo apt install nvidia-driver",
-                "add a component, then apt update && apt install nvidia-driver",
+                "sudo apt update && sudo apt install nvidia-driver",
+                "apt update && apt install nvidia-driver",
             ),
             ("wait", "wait"),
         ] {
