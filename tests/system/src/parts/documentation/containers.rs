@@ -158,8 +158,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     let tag = images.tag.as_str();
     let own_name = format!("ggml-vgpu-llama-server:{tag}");
     let names = [("ggml-vgpu-llama-server:0.1.0", own_name.as_str())];
-    let in_registry = format!("localhost/{own_name}");
-    let docker = guide.take_with("docker run", &[(IMAGE, &in_registry)])?;
+    let docker = guide.take_with("docker run", &[(IMAGE, &own_name)])?;
     let compose = guide.take("-f compose.yaml up")?;
     let with_executor = guide.take("-f compose-executor.yaml")?;
     // No GPU is there.
@@ -194,7 +193,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     // Executor and llama-server in containers, without a package on the host.
     let (up, ps) = first_line(&with_executor);
     // The page's image of llama-server is one of a registry.
-    let images = format!("export VGPU_TAG={tag} LLAMA_IMAGE={in_registry}\n");
+    let images = format!("export VGPU_TAG={tag} LLAMA_IMAGE={own_name}\n");
     let [up, ps] = [up, ps].map(|lines| format!("{images}{lines}"));
     host.follow(("compose-executor", "root"), &up, &ps)?;
     let down = "docker compose -f compose-executor.yaml down --volumes";
