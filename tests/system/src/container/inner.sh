@@ -36,6 +36,9 @@ ln -s /proc/self/fd/0 "$root/dev/stdin"
 ln -s /proc/self/fd/1 "$root/dev/stdout"
 ln -s /proc/self/fd/2 "$root/dev/stderr"
 mount -t tmpfs -o nosuid,nodev,mode=755 tmpfs "$root/run"
+# The kernel lets a user namespace mount a new /proc only if a /proc is there that hides nothing.
+mkdir -p "$root/run/host/proc"
+mount -t proc -o nosuid,nodev,noexec proc "$root/run/host/proc"
 mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs "$root/tmp"
 cd "$root"
 pivot_root . mnt

@@ -124,7 +124,7 @@ impl Host {
         let terminal = self.container.open(user, lines, &log)?;
         self.container
             .await_that(&format!(
-                "curl --silent --fail http://127.0.0.1:{PORT}/health"
+                "curl --silent --fail --max-time 5 http://127.0.0.1:{PORT}/health"
             ))
             .with_context(|| process::tail(&log))?;
         let text = one_machine::complete(&self.container, PORT)?;

@@ -32,7 +32,8 @@ const UNIT: &str = "[Unit]\nAfter=network-online.target\n\n[Service]\n\
                     Restart=always\nRestartSec=3\n\n[Install]\nWantedBy=default.target\n";
 
 /// A shell condition: Ollama's service answers.
-pub(super) const ANSWERS: &str = "curl --silent --fail http://127.0.0.1:11434/api/version";
+pub(super) const ANSWERS: &str =
+    "curl --silent --fail --max-time 5 http://127.0.0.1:11434/api/version";
 
 /// What `vgpu install` writes.
 const DROP_IN: &str = "/etc/systemd/system/ollama.service.d/vgpu.conf";
