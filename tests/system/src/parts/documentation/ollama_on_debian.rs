@@ -311,7 +311,6 @@ pub(super) fn graphs_of(host: &Container, guest: &str) -> Result<u64> {
     let guests = status["guests"].as_array().context("no guests")?;
     let graphs = guests.iter().find(|one| one["name"] == guest);
     // An unnamed guest is listed from its first program on.
-    Ok(graphs
-        .map_or(Some(0), |one| one["graphs"].as_u64())
-        .context("no graphs")?)
+    let graphs = graphs.map_or(Some(0), |one| one["graphs"].as_u64());
+    graphs.context("no number of graphs")
 }
