@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::debian::Release;
+use crate::debian::{self, Release};
 use xtask_common::cache::Cache;
 use xtask_common::process::{self, Daemon};
 use xtask_common::scratch::Scratch;
@@ -66,6 +66,17 @@ impl System {
         })
     }
 }
+
+/// Installations without a desktop.
+pub(crate) const BOOKWORM: System = System {
+    release: debian::BOOKWORM,
+    packages: &[],
+    name: "systemd",
+};
+pub(crate) const TRIXIE: System = System {
+    release: debian::TRIXIE,
+    ..BOOKWORM
+};
 
 /// Settings that systemd and its services change at a boot. They are the same for all containers
 /// and this machine.

@@ -13,20 +13,9 @@ use xtask_common::progress::heading;
 use xtask_common::workspace;
 
 use self::ollama_on_debian::By;
-use crate::container::System;
-use crate::debian::{self, Packages};
+use crate::container::{BOOKWORM, TRIXIE};
+use crate::debian::Packages;
 use crate::test_run::TestRun;
-
-/// Installations without a desktop.
-const BOOKWORM: System = System {
-    release: debian::BOOKWORM,
-    packages: &[],
-    name: "systemd",
-};
-const TRIXIE: System = System {
-    release: debian::TRIXIE,
-    ..BOOKWORM
-};
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     if !tests.options.full {

@@ -2,9 +2,8 @@
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::TRIXIE;
 use super::guide::Guide;
-use crate::container::{Container, USER};
+use crate::container::{Container, TRIXIE, USER};
 use crate::debian::Packages;
 use crate::test_run::TestRun;
 

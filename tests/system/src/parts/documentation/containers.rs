@@ -11,8 +11,8 @@ use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
 use super::guide::Guide;
-use super::{TRIXIE, one_machine};
-use crate::container::{Container, System, USER};
+use super::one_machine;
+use crate::container::{Container, System, TRIXIE, USER};
 use crate::debian::{Packages, of_release};
 use crate::test_run::TestRun;
 

@@ -9,9 +9,8 @@ use xtask_common::dist::Dist;
 use xtask_common::llama;
 use xtask_common::model::{self, FileType};
 
-use super::TRIXIE;
 use super::guide::Guide;
-use crate::container::{Container, USER};
+use crate::container::{Container, TRIXIE, USER};
 use crate::test_run::{PROMPT, TestRun};
 
 /// Tokens of a generation.

@@ -8,10 +8,9 @@ use anyhow::{Context as _, Result, ensure};
 
 use xtask_common::dist::Dist;
 
-use super::TRIXIE;
 use super::guide::Guide;
 use super::ollama_on_debian::graphs_of;
-use crate::container::Container;
+use crate::container::{Container, TRIXIE};
 use crate::debian::Packages;
 use crate::test_run::TestRun;
 use crate::vm;

@@ -7,9 +7,9 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
 use super::guide::Guide;
+use super::ollama_on_debian;
 use super::one_machine::{self, STATS};
-use super::{TRIXIE, ollama_on_debian};
-use crate::container::{Container, System, USER};
+use crate::container::{Container, System, TRIXIE, USER};
 use crate::debian::Packages;
 use crate::ollama::stage::TOKENS;
 use crate::test_run::TestRun;
