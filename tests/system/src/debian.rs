@@ -61,6 +61,18 @@ impl Packages {
     }
 }
 
+/// Makes a release of a build in the new folder `folder`. Returns what `cargo xtask release` has
+/// written: the files.
+///
+/// # Errors
+/// If the clone has changed files, or the release cannot be made.
+pub(crate) fn release(dist: &Dist, folder: &Path) -> Result<String> {
+    let built = dist.vgpu.parent().context("a build lies in a folder")?;
+    let mut cargo = workspace::cargo();
+    cargo.args(["xtask", "release", "--dist"]).arg(built);
+    process::output(cargo.arg("--out").arg(folder))
+}
+
 /// The file of a release by the start and the end of its name. `written` is what
 /// `cargo xtask package` or `cargo xtask release` has written.
 ///

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::clean_debian;
 use super::images::{self, Image};
-use crate::debian::{GUEST, HOST, Packages, of_release};
+use crate::debian::{self, GUEST, HOST, Packages, of_release};
 use xtask_common::dist::Dist;
 use xtask_common::packages;
 use xtask_common::process;
@@ -274,10 +274,7 @@ fn bill(packages: &Packages, dist: &Dist) -> Result<String> {
 fn release(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
     let scratch = Scratch::new()?;
     let folder = scratch.path().join("release");
-    let mut cargo = workspace::cargo();
-    cargo.args(["xtask", "release", "--dist"]);
-    cargo.arg(dist.vgpu.parent().context("a build lies in a folder")?);
-    let written = process::output(cargo.arg("--out").arg(&folder))?;
+    let written = debian::release(dist, &folder)?;
     let rpms = [
         of_release(&written, "vgpu-0", ".rpm")?,
         of_release(&written, "vgpu-guest-", ".rpm")?,

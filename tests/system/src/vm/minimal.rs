@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::guest::{Guest, Machine};
+use super::guest::Guest;
 use super::image;
 use super::inside::{As, Way};
 use super::prepared::{GUEST_TIMEOUT, Prepared};
@@ -35,16 +35,7 @@ pub(crate) fn boot_minimal(
     let content = prepared.programs.content(&prepared.dist, &[]);
     image::with_files(tree, files, &content, &initramfs)?;
     progress.done("");
-    let machine = Machine {
-        qemu: &prepared.qemu,
-        accelerator: prepared.qemu.accelerator(),
-        kernel: &prepared.kernel.image,
-        initramfs: &initramfs,
-        init: "/usr/lib/systemd/systemd systemd.getty_auto=0 systemd.firstboot=no \
-               systemd.show_status=0",
-        devices: arguments,
-        memory: MEMORY,
-    };
+    let machine = prepared.with_systemd(&initramfs, arguments, MEMORY);
     let mut guest = Guest::boot(&machine, &logs("qemu"))?;
     guest.set_timeout(GUEST_TIMEOUT);
     Ok(Minimal { guest })

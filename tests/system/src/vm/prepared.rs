@@ -13,6 +13,7 @@ use xtask_common::progress::Progress;
 use xtask_common::scratch::Scratch;
 
 use super::certificates::Certificates;
+use super::guest::Machine;
 use super::image::{self, Content};
 use super::program;
 use super::qemu::Qemu;
@@ -56,6 +57,27 @@ impl Programs {
             cpu: &self.cpu,
             model: &self.model,
             more,
+        }
+    }
+}
+
+impl Prepared {
+    /// A machine whose initramfs has systemd, with further devices.
+    pub(super) fn with_systemd<'a>(
+        &'a self,
+        initramfs: &'a Path,
+        devices: &'a [String],
+        memory: &'a str,
+    ) -> Machine<'a> {
+        Machine {
+            qemu: &self.qemu,
+            accelerator: self.qemu.accelerator(),
+            kernel: &self.kernel.image,
+            initramfs,
+            init: "/usr/lib/systemd/systemd systemd.getty_auto=0 systemd.firstboot=no \
+                   systemd.show_status=0",
+            devices,
+            memory,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 
 use super::debian::Wanted;
-use super::guest::{Guest, Machine};
+use super::guest::Guest;
 use super::image;
 use super::inside::{As, PLUGIN, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
@@ -224,16 +224,7 @@ pub(crate) fn boot_systemd(
     let content = prepared.programs.content(&prepared.dist, &more);
     image::with_systemd(&root, &packages, &content, folder, &initramfs)?;
     progress.done("");
-    let machine = Machine {
-        qemu: &prepared.qemu,
-        accelerator: prepared.qemu.accelerator(),
-        kernel: &prepared.kernel.image,
-        initramfs: &initramfs,
-        init: "/usr/lib/systemd/systemd systemd.getty_auto=0 systemd.firstboot=no \
-               systemd.show_status=0",
-        devices: &[],
-        memory: MEMORY,
-    };
+    let machine = prepared.with_systemd(&initramfs, &[], MEMORY);
     let mut guest = Guest::boot(&machine, &logs("vm-systemd-qemu"))?;
     guest.set_timeout(GUEST_TIMEOUT);
     Ok(Systemd { guest })

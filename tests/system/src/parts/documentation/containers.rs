@@ -13,7 +13,7 @@ use xtask_common::workspace;
 use super::guide::Guide;
 use super::one_machine;
 use crate::container::{Container, System, TRIXIE, USER};
-use crate::debian::{Packages, of_release};
+use crate::debian::{self, Packages, of_release};
 use crate::test_run::TestRun;
 
 const PAGE: &str = "containers-kubernetes.md";
@@ -63,10 +63,7 @@ impl Images {
     fn make(dist: &Dist) -> Result<Images> {
         let scratch = Scratch::new()?;
         let folder = scratch.path().join("release");
-        let mut cargo = workspace::cargo();
-        cargo.args(["xtask", "release", "--dist"]);
-        cargo.arg(dist.vgpu.parent().context("a build lies in a folder")?);
-        let written = process::output(cargo.arg("--out").arg(&folder))?;
+        let written = debian::release(dist, &folder)?;
         let [executor, server] =
             ["vgpu-0", "vgpu-llama-server-"].map(|start| of_release(&written, start, ".oci.tar"));
         let executor = executor?;
