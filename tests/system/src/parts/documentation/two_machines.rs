@@ -103,9 +103,8 @@ pub(super) fn follow(tests: &TestRun<'_>, packages: &Packages) -> Result<String>
     ensure!(sessions(&host)? > 0, "Ollama has no session");
     host.root(&guide.take("vgpu cert revoke")?)?;
     host.root("cp /root/vgpu-ca/crl.pem /etc/vgpu/certs && vgpu reload")?;
-    let is_ended = |host: &Container| -> Result<bool> { Ok(sessions(host)? == 0) };
     let started = Instant::now();
-    while !is_ended(&host)? {
+    while sessions(&host)? > 0 {
         let waited = started.elapsed();
         ensure!(
             waited < ENDED_WITHIN,
