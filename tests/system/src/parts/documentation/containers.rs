@@ -11,7 +11,7 @@ use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
 use super::guide::Guide;
-use super::one_machine;
+use super::one_machine::{self, PORT};
 use crate::container::{Container, System, TRIXIE, USER};
 use crate::debian::{self, Packages, of_release};
 use crate::test_run::TestRun;
@@ -47,9 +47,6 @@ const IMAGE: &str = "ghcr.io/ggml-org/llama.cpp:server-b11236";
 /// The archive of our own image of llama-server.
 const SERVER_FILE: &str = "vgpu-llama-server-0.1.0-amd64.oci.tar";
 
-/// The port of llama-server in the page.
-const PORT: u16 = 8080;
-
 /// The images of a release.
 struct Images {
     executor: PathBuf,
@@ -81,15 +78,19 @@ impl Images {
 }
 
 /// A host of containers.
-struct Host {
+struct Host<'a> {
     container: Container,
     /// What llama-server generates on its CPU.
     reference: String,
-    /// The log of a way, by its name.
-    log: Box<dyn Fn(&str) -> PathBuf>,
+    tests: &'a TestRun<'a>,
 }
 
-impl Host {
+/// The log of a way, by its name.
+fn log(tests: &TestRun<'_>, name: &str) -> PathBuf {
+    tests.log(&format!("documentation-containers-{name}"))
+}
+
+impl Host<'_> {
     /// Starts containers with lines of shell, which stay in the foreground. The llama-server in
     /// them must generate what it does on its CPU. The lines `ps` list the executor's programs.
     fn follow(&self, (name, user): (&str, &str), lines: &str, ps: &str) -> Result<()> {
@@ -117,14 +118,14 @@ impl Host {
         lines: &str,
         meanwhile: impl FnOnce() -> Result<()>,
     ) -> Result<String> {
-        let log = (self.log)(name);
+        let log = log(self.tests, name);
         let terminal = self.container.open(user, lines, &log)?;
         self.container
             .await_that(&format!(
                 "curl --silent --fail --max-time 5 http://127.0.0.1:{PORT}/health"
             ))
             .with_context(|| process::tail(&log))?;
-        let text = one_machine::complete(&self.container, PORT)?;
+        let text = one_machine::complete(&self.container)?;
         meanwhile()?;
         self.container.run(user, "podman stop --all")?;
         terminal.wait()?;
@@ -140,9 +141,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     ];
     let mut guide = Guide::open(PAGE, &sections)?;
     let images = Images::make(dist)?;
-    let reports = workspace::reports();
-    let log = move |name: &str| reports.join(format!("documentation-containers-{name}.log"));
-    let container = Container::boot(tests.cache, &PODMAN, &log("system"))?;
+    let container = Container::boot(tests.cache, &PODMAN, &log(tests, "system"))?;
     container.root(PODMAN_LIMITS)?;
     let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
     container.copy(&model, "/srv/models/model.gguf")?;
@@ -178,7 +177,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     let mut host = Host {
         container,
         reference: String::new(),
-        log: Box::new(log),
+        tests,
     };
     let on_cpu = format!(
         "podman run --rm -v /srv/models:/models:ro -p 127.0.0.1:{PORT}:8080 \

@@ -304,10 +304,15 @@ fn expect_processor(container: &Container, words: &str) -> Result<()> {
     Ok(())
 }
 
+/// What `vgpu ps` says of an executor.
+pub(super) fn status(host: &Container) -> Result<Value> {
+    let said = host.root("vgpu ps --json")?;
+    serde_json::from_str(&said).with_context(|| format!("vgpu ps: {said}"))
+}
+
 /// How many graphs an executor has run for a guest.
 pub(super) fn graphs_of(host: &Container, guest: &str) -> Result<u64> {
-    let said = host.root("vgpu ps --json")?;
-    let status: Value = serde_json::from_str(&said).with_context(|| format!("vgpu ps: {said}"))?;
+    let status = status(host)?;
     let guests = status["guests"].as_array().context("no guests")?;
     let graphs = guests.iter().find(|one| one["name"] == guest);
     // An unnamed guest is listed from its first program on.

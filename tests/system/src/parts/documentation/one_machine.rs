@@ -16,6 +16,9 @@ use crate::test_run::{PROMPT, TestRun};
 /// Tokens of a generation.
 const TOKENS: u32 = 24;
 
+/// The port of llama-server in all pages.
+pub(super) const PORT: u16 = 8080;
+
 /// Where llama-server is installed.
 const LLAMA: &str = "/opt/llama";
 
@@ -97,20 +100,20 @@ fn generate(container: &Container, lines: &str, log: &Path) -> Result<String> {
     let lines = format!("export VGPU_STATS={STATS}\n{}", in_clone(lines));
     let mut server = container.open(USER, &lines, log)?;
     server.wait_for("listening on http")?;
-    let text = complete(container, 8080)?;
+    let text = complete(container)?;
     server.close()?;
     Ok(text)
 }
 
-/// Asks a llama-server on a port of the system for text.
-pub(super) fn complete(container: &Container, port: u16) -> Result<String> {
+/// Asks the llama-server of the system for text.
+pub(super) fn complete(container: &Container) -> Result<String> {
     let request = json!({
         "prompt": PROMPT, "n_predict": TOKENS, "temperature": 0.0, "ignore_eos": true,
     });
     let said = container.run(
         USER,
         &format!(
-            "curl --silent --show-error --fail http://127.0.0.1:{port}/completion --data '{request}'"
+            "curl --silent --show-error --fail http://127.0.0.1:{PORT}/completion --data '{request}'"
         ),
     )?;
     let answer: Value = serde_json::from_str(&said)

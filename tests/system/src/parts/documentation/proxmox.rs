@@ -2,7 +2,7 @@
 //! stand-in, which keeps the arguments of a machine, and the test starts QEMU with them.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -72,8 +72,7 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     let arguments = arguments_of(&host, FIRST)?;
     let tree = TRIXIE.tree(tests.cache)?;
     let files: [&Path; 2] = [&packages.host, &packages.guest];
-    let logs = |name: &str| -> PathBuf { log(name) };
-    let mut guest = vm::boot_minimal(&prepared, &tree, &files, &arguments, &logs)?;
+    let mut guest = vm::boot_minimal(&prepared, &tree, &files, &arguments, &log)?;
     let commands = guide.take("ssh root@GUEST vgpu doctor")?;
     for line in commands.lines() {
         // The machine has the files already.

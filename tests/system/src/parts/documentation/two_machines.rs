@@ -4,7 +4,6 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use serde_json::Value;
 
 use super::guide::Guide;
 use super::ollama_on_debian;
@@ -86,7 +85,7 @@ pub(super) fn follow(tests: &TestRun<'_>, packages: &Packages) -> Result<String>
     let program = format!("export VGPU_STATS={STATS}\n{program}");
     let mut server = guest.open(USER, &program, &log("llama-server"))?;
     server.wait_for("listening on http")?;
-    one_machine::complete(&guest, 8080)?;
+    one_machine::complete(&guest)?;
     server.close()?;
     one_machine::expect_device(&guest, "tcp:gpu1.example.org:4780")?;
 
@@ -125,8 +124,7 @@ pub(super) fn follow(tests: &TestRun<'_>, packages: &Packages) -> Result<String>
 
 /// The programs of all guests of an executor.
 fn sessions(host: &Container) -> Result<usize> {
-    let said = host.root("vgpu ps --json")?;
-    let status: Value = serde_json::from_str(&said).with_context(|| format!("vgpu ps: {said}"))?;
+    let status = ollama_on_debian::status(host)?;
     Ok(status["sessions"].as_array().context("no sessions")?.len())
 }
 
