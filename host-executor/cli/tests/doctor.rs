@@ -218,15 +218,15 @@ fn a_card_without_its_driver() {
         for (file, text) in [
             (
                 "sources.list.d/debian.sources",
-                "Types: deb deb-src\nURIs: http://deb.debian.org/debian\nSuites: trixie\n\
+                "Types: deb deb-src\nURIs: http://mirror.example.org/debian\nSuites: trixie\n\
                  Components: main non-free-firmware\n",
             ),
             (
                 "sources.list",
                 "# deb cdrom:[debian] trixie main\n\
-                 deb-src http://deb.debian.org/debian trixie main non-free\n\
-                 deb http://deb.debian.org/debian trixie main non-free-firmware\n\
-                 deb https://download.docker.com/linux/debian trixie stable\n",
+                 deb-src http://mirror.example.org/debian trixie main non-free\n\
+                 deb http://mirror.example.org/debian trixie main non-free-firmware\n\
+                 deb https://packages.example.org/linux/debian trixie stable\n",
             ),
         ] {
             let file = format!("etc/apt/{file}");
@@ -348,7 +348,7 @@ fn a_driver_whose_library_does_not_work() {
     };
     machine.write(
         "etc/apt/sources.list",
-        "deb http://deb.debian.org/debian sid non-free\n",
+        "deb http://mirror.example.org/debian sid non-free\n",
     );
     fails("is not there", "sudo apt install libcuda1");
     machine.write("run/.containerenv", "");
