@@ -1,6 +1,6 @@
 # Mounts what systemd expects below $1, makes $1 the root folder, and becomes systemd. systemd sees
 # its own control group as the root of the hierarchy. /sys is read-only, so that udev does not run
-# and leaves the devices of this machine alone.
+# and leaves the devices of this machine alone. $2 names capabilities that no process there gets.
 root=$1
 # Settings of the kernel are for this machine, but for those of the network.
 protect() {
@@ -42,5 +42,6 @@ mount -t proc -o nosuid,nodev,noexec proc "$root/run/host/proc"
 mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs "$root/tmp"
 cd "$root"
 pivot_root . mnt
+enter='umount --lazy /mnt && exec setpriv --bounding-set "$0" /lib/systemd/systemd'
 exec env -i container=vgpu-tests PATH=/usr/sbin:/usr/bin:/sbin:/bin \
-    chroot . sh -c 'umount --lazy /mnt && exec /lib/systemd/systemd'
+    chroot . sh -c "$enter" "$2"

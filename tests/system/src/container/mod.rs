@@ -20,6 +20,12 @@ const INNER: &str = include_str!("inner.sh");
 /// not join the group of the process whose namespaces it enters.
 const JOIN: &str = "mkdir -p \"$0\" && echo $$ > \"$0/cgroup.procs\" && exec \"$@\"";
 
+/// The capabilities that no process of a system has, as `setpriv` takes them, and their bits
+/// (`linux/capability.h`): namespaces do not divide the modules of the kernel, the ports and the
+/// clock of this machine.
+const WITHOUT: &str = "-sys_module,-sys_rawio,-sys_time";
+const WITHOUT_BITS: u64 = 1 << 16 | 1 << 17 | 1 << 25;
+
 /// The timeout of a boot, and that of every other wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// The timeout of a command.
@@ -141,7 +147,7 @@ impl Container {
         let group = format!("vgpu-tests-{}", unique.to_string_lossy());
         let mut unshare = Command::new("unshare");
         unshare.args(["--mount", "sh"]).arg(&outer);
-        unshare.arg(scratch.path()).arg(&group);
+        unshare.arg(scratch.path()).arg(&group).arg(WITHOUT);
         let system = Daemon::start(&mut unshare, log)?;
         let mut container = Container {
             system,
@@ -152,6 +158,7 @@ impl Container {
         container.wait_for_boot()?;
         let now = KernelSettings::read()?;
         ensure!(now == settings, "{settings:?} of the kernel became {now:?}");
+        container.expect_no_capabilities()?;
         container.root(&format!("useradd --create-home --shell /bin/bash {USER}"))?;
         Ok(container)
     }
@@ -189,6 +196,22 @@ impl Container {
             failed.output,
             self.system.log()
         )
+    }
+
+    /// Neither systemd nor a command of a user can get one of [`WITHOUT`].
+    fn expect_no_capabilities(&self) -> Result<()> {
+        let of_init = fs::read_to_string(format!("/proc/{}/status", self.init));
+        let of_command = self.root("cat /proc/self/status")?;
+        for status in [of_init.context("reading a status")?, of_command] {
+            let bounds = { status.lines() }.find_map(|line| line.strip_prefix("CapBnd:\t"));
+            let bounds = bounds.context("a status has a bounding set")?;
+            let set = u64::from_str_radix(bounds, 16).context("a bounding set")?;
+            ensure!(
+                set & WITHOUT_BITS == 0,
+                "the system has capabilities of {WITHOUT}: {bounds}"
+            );
+        }
+        Ok(())
     }
 
     /// The root folder, with what is mounted there.
@@ -251,7 +274,7 @@ impl Container {
             .args(["nsenter", "--target"])
             .arg(self.init.to_string());
         nsenter.args(["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup"]);
-        nsenter.args(["--root", "--wd=/", "--"]);
+        nsenter.args(["--root", "--wd=/", "--", "setpriv", "--bounding-set", WITHOUT]);
         nsenter.args(["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
         nsenter
     }

@@ -1,6 +1,6 @@
 # Runs as root in a mount namespace of its own. $1 is a folder with the file system root, $2 the
-# name of a control group that does not exist yet. Starts inner.sh, which is beside root, in that
-# group and in its own namespaces.
+# name of a control group that does not exist yet, $3 what setpriv does to the bounding set of
+# capabilities. Starts inner.sh, which is beside root, in that group and in its own namespaces.
 set -eu
 mount --make-rprivate /
 mkdir "$1/groups"
@@ -13,4 +13,5 @@ for group in "$1"/groups/vgpu-tests-*; do
 done
 mkdir "$1/groups/$2"
 echo $$ > "$1/groups/$2/cgroup.procs"
-exec unshare --cgroup --pid --net --uts --ipc --fork --kill-child sh -eu "$1/inner.sh" "$1/root"
+exec unshare --cgroup --pid --net --uts --ipc --fork --kill-child \
+    sh -eu "$1/inner.sh" "$1/root" "$3"

@@ -8,6 +8,7 @@ mod ollama_on_debian;
 mod one_machine;
 mod proxmox;
 mod two_machines;
+mod upgrade;
 
 use xtask_common::progress::heading;
 use xtask_common::workspace;
@@ -15,6 +16,7 @@ use xtask_common::workspace;
 use self::ollama_on_debian::By;
 use crate::container::{BOOKWORM, TRIXIE};
 use crate::debian::Packages;
+use crate::previous::previous;
 use crate::test_run::TestRun;
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -35,6 +37,16 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         tests.check(&name, |tests, _| {
             ollama_on_debian::follow(tests, &packages, &system, by)
         });
+    }
+    let made = tests.prepare("the previous release", |tests| previous(tests.cache));
+    if let Some(made) = made {
+        for system in [BOOKWORM, TRIXIE] {
+            let number = system.release.number;
+            let name = format!("install.md: Debian {number}, upgraded from the previous release");
+            tests.check(&name, |tests, _| {
+                upgrade::follow(tests, &packages, &made, &system)
+            });
+        }
     }
     tests.check("install.md: the archive with its units", |tests, _| {
         archive::follow(tests, &packages)

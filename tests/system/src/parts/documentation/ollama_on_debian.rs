@@ -21,10 +21,10 @@ use crate::ollama::stage::TOKENS;
 use crate::test_run::{PROMPT, TestRun};
 
 /// The home folder of [`USER`].
-const HOME: &str = "/home/alice";
+pub(super) const HOME: &str = "/home/alice";
 
-const INSTALL: &str = "install.md";
-const OLLAMA: &str = "ollama.md";
+pub(super) const INSTALL: &str = "install.md";
+pub(super) const OLLAMA: &str = "ollama.md";
 
 /// Ollama's service, as its installer writes it.
 const UNIT: &str = "[Unit]\nAfter=network-online.target\n\n[Service]\n\
@@ -37,10 +37,10 @@ pub(super) const ANSWERS: &str =
 
 /// What `vgpu install` writes.
 const DROP_IN: &str = "/etc/systemd/system/ollama.service.d/vgpu.conf";
-const INSTALLED: &str = "/usr/local/lib/ollama/vgpu";
+pub(super) const INSTALLED: &str = "/usr/local/lib/ollama/vgpu";
 
 /// The name of all guests that the configuration does not name.
-const UNNAMED: &str = "-";
+pub(super) const UNNAMED: &str = "-";
 
 /// Kind, mode, owner and path of each file, and the size of those of Ollama: not of files that a
 /// running system changes, of dpkg's own list, of the user's home, and of Ollama's models.
@@ -174,7 +174,7 @@ pub(super) fn follow(
 }
 
 /// Copies the packages and their checksums into a folder of the system.
-fn copy_release(container: &Container, packages: &Packages, folder: &str) -> Result<()> {
+pub(super) fn copy_release(container: &Container, packages: &Packages, folder: &str) -> Result<()> {
     let files = packages.all().into_iter().chain([&*packages.checksums]);
     container.copy_into(folder, &files.collect::<Vec<_>>())
 }
