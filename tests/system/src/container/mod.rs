@@ -274,7 +274,14 @@ impl Container {
             .args(["nsenter", "--target"])
             .arg(self.init.to_string());
         nsenter.args(["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup"]);
-        nsenter.args(["--root", "--wd=/", "--", "setpriv", "--bounding-set", WITHOUT]);
+        nsenter.args([
+            "--root",
+            "--wd=/",
+            "--",
+            "setpriv",
+            "--bounding-set",
+            WITHOUT,
+        ]);
         nsenter.args(["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
         nsenter
     }

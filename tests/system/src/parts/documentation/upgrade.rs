@@ -102,7 +102,9 @@ pub(super) fn follow(
     container.await_that(ANSWERS)?;
     let text = ollama_on_debian::generate(&container)?;
     ensure!(text == on_cpu, "{text:?} after the removal");
-    Ok(format!("{old} to {new}, {TOKENS} tokens of Ollama each time"))
+    Ok(format!(
+        "{old} to {new}, {TOKENS} tokens of Ollama each time"
+    ))
 }
 
 /// The version of the installed package.
@@ -129,7 +131,10 @@ fn runner(container: &Container) -> Result<String> {
 }
 
 fn expect_unchanged(what: &str, before: &str, now: &str) -> Result<()> {
-    ensure!(before == now, "the upgrade changed the {what}: {before} {now}");
+    ensure!(
+        before == now,
+        "the upgrade changed the {what}: {before} {now}"
+    );
     Ok(())
 }
 
