@@ -1,8 +1,10 @@
 //! The memory of the machine that this process may use: what `/proc/meminfo` and the control groups
-//! (version 2) report.
+//! report.
 //!
 //! A process is in a control group, which is in others up to the root. Each of them can have a
-//! limit that counts all processes below it.
+//! limit that counts all processes below it. The controller of memory is in version 2 or in
+//! version 1 of the control groups (Linux, `Documentation/admin-guide/cgroup-v2.rst` and
+//! `cgroup-v1/memory.rst`).
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
@@ -23,6 +25,60 @@ pub(super) struct SystemMemory {
     groups: Vec<Group>,
 }
 
+/// Where a version of the control groups has what.
+struct Hierarchy {
+    /// Whether a line of `/proc/self/cgroup`, by its number and its controllers, is the one of this
+    /// hierarchy.
+    is_line: fn(&str, &str) -> bool,
+    mount: &'static str,
+    limits: &'static [&'static str],
+    current: &'static str,
+    /// The key in `memory.stat` of the pages that the kernel drops first, with those of the groups
+    /// below.
+    droppable: &'static str,
+}
+
+const HIERARCHIES: [Hierarchy; 2] = [
+    Hierarchy {
+        is_line: |number, _| number == "0",
+        mount: "sys/fs/cgroup",
+        limits: &["memory.high", "memory.max"],
+        current: "memory.current",
+        droppable: "inactive_file ",
+    },
+    Hierarchy {
+        is_line: |_, controllers| controllers.split(',').any(|one| one == "memory"),
+        mount: "sys/fs/cgroup/memory",
+        limits: &["memory.limit_in_bytes"],
+        current: "memory.usage_in_bytes",
+        droppable: "total_inactive_file ",
+    },
+];
+
+impl Hierarchy {
+    /// The group of this process in the hierarchy, and those around it. `membership` is
+    /// `/proc/self/cgroup`.
+    fn groups(&self, root: &Path, membership: &str) -> Vec<Group> {
+        let own = membership.lines().find_map(|line| {
+            let mut parts = line.splitn(3, ':');
+            let (number, controllers) = (parts.next()?, parts.next()?);
+            let path = parts.next()?.strip_prefix('/')?;
+            (self.is_line)(number, controllers).then_some(path)
+        });
+        let own = own.unwrap_or("");
+        let mount = root.join(self.mount);
+        // A path with `..` is outside of what this process sees of the hierarchy. In a container of
+        // version 1 the path is often that of the host, and the mount is the container's own group:
+        // the folders between have no files.
+        let is_below = own.split('/').all(|name| name != "..");
+        let own = mount.join(if is_below { own } else { "" });
+        own.ancestors()
+            .take_while(|group| group.starts_with(&mount))
+            .map(|folder| Group::open(self, folder))
+            .collect()
+    }
+}
+
 /// A control group with a limit that can change.
 struct Group {
     /// The limits of its memory: above the first the kernel slows it down, above the second it ends
@@ -30,6 +86,7 @@ struct Group {
     limits: Vec<File>,
     current: Option<File>,
     stat: Option<File>,
+    droppable: &'static str,
 }
 
 impl SystemMemory {
@@ -41,22 +98,14 @@ impl SystemMemory {
     /// The files below another root than `/`.
     pub(super) fn below(root: &Path) -> SystemMemory {
         let membership = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-        let own = membership
-            .lines()
-            .find_map(|line| line.strip_prefix("0::/"))
-            .unwrap_or("");
-        let mount = root.join("sys/fs/cgroup");
-        // A path with `..` is outside of what this process sees of the hierarchy.
-        let is_below = own.split('/').all(|name| name != "..");
-        let own = mount.join(if is_below { own } else { "" });
-        let groups = own
-            .ancestors()
-            .take_while(|group| group.starts_with(&mount));
+        let groups = HIERARCHIES
+            .iter()
+            .flat_map(|hierarchy| hierarchy.groups(root, &membership));
         let open = |path: &str| File::open(root.join(path)).ok();
         SystemMemory {
             meminfo: open("proc/meminfo"),
             status: open("proc/self/status"),
-            groups: groups.map(Group::open).collect(),
+            groups: groups.collect(),
         }
     }
 
@@ -96,15 +145,15 @@ fn kib(text: &str, key: &str) -> Option<u64> {
 }
 
 impl Group {
-    fn open(folder: &Path) -> Group {
+    fn open(hierarchy: &Hierarchy, folder: &Path) -> Group {
         let open = |name: &str| File::open(folder.join(name)).ok();
         Group {
-            limits: ["memory.high", "memory.max"]
-                .into_iter()
-                .filter_map(open)
+            limits: { hierarchy.limits.iter() }
+                .filter_map(|name| open(name))
                 .collect(),
-            current: open("memory.current"),
+            current: open(hierarchy.current),
             stat: open("memory.stat"),
+            droppable: hierarchy.droppable,
         }
     }
 
@@ -131,7 +180,7 @@ impl Group {
         let stat = self.stat.as_ref().map(contents).unwrap_or_default();
         let droppable = stat
             .lines()
-            .find_map(|line| line.strip_prefix("inactive_file "))
+            .find_map(|line| line.strip_prefix(self.droppable))
             .and_then(number);
         limit.saturating_sub(current.saturating_sub(droppable.unwrap_or(0)))
     }
@@ -231,6 +280,48 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn limits_of_version_1_hold() {
+        let machine = Machine::new();
+        let v1 = |path: &str, files: &[(&str, u64)]| {
+            machine.group(&format!("memory/{path}"), files);
+        };
+        machine.write(
+            "proc/self/cgroup",
+            "5:devices:/a/b\n4:cpu,memory:/a/b\n0::/\n",
+        );
+        // The root of the hierarchy has no limit: a number of pages that no machine has.
+        v1("", &[("memory.limit_in_bytes", u64::MAX >> 21)]);
+        v1("", &[("memory.usage_in_bytes", 900)]);
+        assert_eq!(figures(&machine), (1000, 600));
+        v1("a/b", &[("memory.limit_in_bytes", 500)]);
+        v1("a/b", &[("memory.usage_in_bytes", 120)]);
+        assert_eq!(figures(&machine), (500, 380));
+        machine.write(
+            "sys/fs/cgroup/memory/a/b/memory.stat",
+            &format!(
+                "inactive_file {}\ntotal_inactive_file {}\n",
+                7 * MIB,
+                20 * MIB
+            ),
+        );
+        assert_eq!(figures(&machine), (500, 400));
+        v1("a", &[("memory.limit_in_bytes", 400)]);
+        v1("a", &[("memory.usage_in_bytes", 390)]);
+        assert_eq!(figures(&machine), (400, 10));
+    }
+
+    /// Docker and the kubelet mount the group of a container, whose process has the path of the
+    /// host.
+    #[test]
+    fn the_mounted_group_of_a_container_of_version_1_holds() {
+        let machine = Machine::new();
+        machine.write("proc/self/cgroup", "4:memory:/kubepods/pod1/c\n0::/\n");
+        machine.group("memory", &[("memory.limit_in_bytes", 300)]);
+        machine.group("memory", &[("memory.usage_in_bytes", 100)]);
+        assert_eq!(figures(&machine), (300, 200));
+    }
+
+    #[test]
     fn changes_of_a_limit_are_seen() {
         let machine = Machine::new();
         machine.group("a", &[("memory.max", 400), ("memory.current", 100)]);
@@ -243,7 +334,7 @@ pub(super) mod tests {
     #[test]
     fn a_path_outside_of_the_hierarchy_counts_as_its_root() {
         let machine = Machine::new();
-        machine.write("proc/self/cgroup", "1:memory:/x\n0::/../a\n");
+        machine.write("proc/self/cgroup", "1:devices:/x\n0::/../a\n");
         machine.group("", &[("memory.max", 300), ("memory.current", 100)]);
         assert_eq!(figures(&machine), (300, 200));
     }

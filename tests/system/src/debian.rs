@@ -105,6 +105,15 @@ pub(crate) const TRIXIE: Release = Release {
 };
 
 impl Release {
+    /// The file system of a minimal system, made once, with what programs of llama.cpp and Ollama
+    /// need of Debian beside the C library. The packages under test depend on none of it.
+    ///
+    /// # Errors
+    /// As [`Release::tree`].
+    pub(crate) fn minimal(self, cache: &Cache) -> Result<PathBuf> {
+        self.tree(cache, ("minimal", "libstdc++6,libgomp1"), |_| Ok(()))
+    }
+
     /// The file system of a minimal system with further packages, made once with `debootstrap`.
     /// `finish` may change the new system.
     ///

@@ -3,9 +3,11 @@
 
 mod abi_diff;
 mod c_source;
+mod cluster;
 mod container;
 mod debian;
 mod faults;
+mod files;
 mod gpu_check;
 mod llama_server;
 mod ollama;

@@ -127,6 +127,15 @@ pub fn kubelet_standin(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     go_program(cache, "kubelet-standin-0.34.2", "kubelet-standin", folder)
 }
 
+/// The path of a program that is the control plane, the kubelet and kubectl of a Kubernetes cluster.
+/// The source is in `folder`.
+///
+/// # Errors
+/// If Go is missing and cannot be installed, or the build fails.
+pub fn kubernetes(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    go_program(cache, "kubernetes-1.34.2", "kubernetes", folder)
+}
+
 /// The path of a program that lints and renders a chart with Helm's own packages. The source is in
 /// `folder`.
 ///
@@ -165,7 +174,9 @@ fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result
             .env("GOMODCACHE", dir.join("modules"))
             .env("GOCACHE", dir.join("objects"))
             .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
-            .env("GOTOOLCHAIN", "local");
+            .env("GOTOOLCHAIN", "local")
+            // The programs run on systems with other C libraries.
+            .env("CGO_ENABLED", "0");
         process::run(&mut build, &progress, &cache.log(name))?;
         for rest in ["modules", "objects"] {
             std::fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;

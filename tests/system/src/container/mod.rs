@@ -23,7 +23,7 @@ const JOIN: &str = "mkdir -p \"$0\" && echo $$ > \"$0/cgroup.procs\" && exec \"$
 /// The capabilities that no process of a system has, as `setpriv` takes them, and their bits
 /// (`linux/capability.h`): namespaces do not divide the modules of the kernel, the ports and the
 /// clock of this machine.
-const WITHOUT: &str = "-sys_module,-sys_rawio,-sys_time";
+pub(crate) const WITHOUT: &str = "-sys_module,-sys_rawio,-sys_time";
 const WITHOUT_BITS: u64 = 1 << 16 | 1 << 17 | 1 << 25;
 
 /// The timeout of a boot, and that of every other wait.
@@ -444,7 +444,7 @@ impl Drop for Container {
 
 /// Lines of shell of which each has to succeed: `set -e` does not see that the first part of
 /// `a && b` has failed.
-fn checked(lines: &str) -> String {
+pub(crate) fn checked(lines: &str) -> String {
     let mut text = String::new();
     for line in lines.lines() {
         text.push_str(line);
@@ -458,7 +458,7 @@ fn checked(lines: &str) -> String {
 }
 
 /// Runs a command to its end, or ends it when its time is over.
-fn finish(command: &Command, limit: Duration) -> Result<Ran> {
+pub(crate) fn finish(command: &Command, limit: Duration) -> Result<Ran> {
     let mut limited = Command::new("timeout");
     limited.arg("--kill-after=10");
     limited.arg(limit.as_secs_f64().to_string());

@@ -18,10 +18,6 @@ use crate::faults::Program;
 use crate::previous::{Previous, previous};
 use crate::test_run::TestRun;
 
-/// What the program in the system needs of Debian beside the C library. The packages under test
-/// depend on none of it.
-const LIBRARIES: &str = "libstdc++6,libgomp1";
-
 const SCRIPT: &str = include_str!("clean_debian.sh");
 
 /// Mounts what a running system has, in a mount namespace of its own, and runs the script in it.
@@ -45,7 +41,7 @@ pub(super) fn run(tests: &mut TestRun<'_>, packages: &Packages) {
             release.number
         );
         tests.check(&check, |tests, _| {
-            let tree = release.tree(tests.cache, ("minimal", LIBRARIES), |_| Ok(()))?;
+            let tree = release.minimal(tests.cache)?;
             in_a_copy(&tree, packages, &made, &content)
         });
     }

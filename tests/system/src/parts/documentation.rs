@@ -4,6 +4,7 @@
 mod archive;
 mod containers;
 mod guide;
+mod kubernetes;
 mod ollama_on_debian;
 mod one_machine;
 mod proxmox;
@@ -13,6 +14,7 @@ mod upgrade;
 use xtask_common::progress::heading;
 use xtask_common::workspace;
 
+use self::containers::Images;
 use self::ollama_on_debian::By;
 use crate::container::{BOOKWORM, TRIXIE};
 use crate::debian::Packages;
@@ -59,8 +61,14 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         "proxmox.md: a host, and a virtual machine under QEMU",
         |tests, _| proxmox::follow(tests, &dist, &packages),
     );
+    let images = tests.prepare("the images of a release", |_| Images::make(&dist));
+    let Some(images) = images else { return };
     tests.check(
         "containers-kubernetes.md: the images with podman",
-        |tests, _| containers::follow(tests, &dist, &packages),
+        |tests, _| containers::follow(tests, &images, &packages),
+    );
+    tests.check(
+        "containers-kubernetes.md: a cluster of Kubernetes with one node",
+        |tests, _| kubernetes::follow(tests, &images),
     );
 }

@@ -16,6 +16,7 @@ use xtask_common::model::{self, FileType};
 use xtask_common::packages;
 use xtask_common::process::{self, Daemon, free_port};
 
+use crate::files::sha256;
 use crate::llama_server::Server;
 use crate::test_run::{PROMPT, TestRun};
 
@@ -109,12 +110,6 @@ fn expect_manifest_of_docker(of_docker: &Value, index: &Value, manifest: &Value)
         "manifest.json is {of_docker}, not {expected}"
     );
     Ok(())
-}
-
-/// The SHA-256 of a file in hexadecimal.
-fn sha256(file: &Path) -> Result<String> {
-    let said = process::output(Command::new("sha256sum").arg("--binary").arg(file))?;
-    Ok(said.split(' ').next().unwrap_or_default().to_owned())
 }
 
 /// The bill of materials of an image is of this `archive`, and names what is in `root`: Debian's

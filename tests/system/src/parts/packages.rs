@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::clean_debian;
 use super::images::{self, Image};
 use crate::debian::{self, GUEST, HOST, Packages, of_release};
+use crate::files::sha256;
 use xtask_common::dist::Dist;
 use xtask_common::packages;
 use xtask_common::process;
@@ -251,8 +252,7 @@ fn bill(packages: &Packages, dist: &Dist) -> Result<String> {
     let text = fs::read_to_string(&packages.bill).context("reading it")?;
     let bill: Value = serde_json::from_str(&text).context("parsing it")?;
     for file in [&dist.vgpu, &dist.plugin] {
-        let sum = process::output(Command::new("sha256sum").arg(file))?;
-        let sum = sum.split(' ').next().unwrap_or_default();
+        let sum = sha256(file)?;
         let files = bill["metadata"]["component"]["components"].as_array();
         let files = files.context("no files")?;
         let is_there = { files.iter() }.any(|one| one["hashes"][0]["content"] == sum);

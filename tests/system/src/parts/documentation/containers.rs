@@ -16,7 +16,7 @@ use crate::container::{Container, System, TRIXIE, USER};
 use crate::debian::{self, Packages, of_release};
 use crate::test_run::TestRun;
 
-const PAGE: &str = "containers-kubernetes.md";
+pub(super) const PAGE: &str = "containers-kubernetes.md";
 
 /// A Debian with podman, which has the commands `docker` and `docker compose`, too.
 const PODMAN: System = System {
@@ -48,16 +48,21 @@ const IMAGE: &str = "ghcr.io/ggml-org/llama.cpp:server-b11236";
 const SERVER_FILE: &str = "vgpu-llama-server-0.1.0-amd64.oci.tar";
 
 /// The images of a release.
-struct Images {
-    executor: PathBuf,
+#[derive(Debug)]
+pub(super) struct Images {
+    pub(super) executor: PathBuf,
     server: PathBuf,
     /// Their tag.
-    tag: String,
+    pub(super) tag: String,
     _scratch: Scratch,
 }
 
 impl Images {
-    fn make(dist: &Dist) -> Result<Images> {
+    /// Makes a release of a build, which builds llama-server if it is not in the cache.
+    ///
+    /// # Errors
+    /// As [`debian::release`].
+    pub(super) fn make(dist: &Dist) -> Result<Images> {
         let scratch = Scratch::new()?;
         let folder = scratch.path().join("release");
         let written = debian::release(dist, &folder)?;
@@ -133,14 +138,13 @@ impl Host<'_> {
     }
 }
 
-pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> Result<String> {
+pub(super) fn follow(tests: &TestRun<'_>, images: &Images, packages: &Packages) -> Result<String> {
     let sections = [
         "Docker and Podman",
         "The image of the executor",
         "The image of llama-server",
     ];
     let mut guide = Guide::open(PAGE, &sections)?;
-    let images = Images::make(dist)?;
     let container = Container::boot(tests.cache, &PODMAN, &log(tests, "system"))?;
     container.root(PODMAN_LIMITS)?;
     let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
@@ -189,11 +193,11 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     // Executor and llama-server in containers, without a package on the host.
     let (up, ps) = first_line(&with_executor);
     // The page's image of llama-server is one of a registry.
-    let images = format!("export VGPU_TAG={tag} LLAMA_IMAGE={own_name}\n");
-    let [up, ps] = [up, ps].map(|lines| format!("{images}{lines}"));
+    let variables = format!("export VGPU_TAG={tag} LLAMA_IMAGE={own_name}\n");
+    let [up, ps] = [up, ps].map(|lines| format!("{variables}{lines}"));
     host.follow(("compose-executor", "root"), &up, &ps)?;
     let down = "docker compose -f compose-executor.yaml down --volumes";
-    host.container.root(&format!("{images}{down}"))?;
+    host.container.root(&format!("{variables}{down}"))?;
 
     // With the packages on the host.
     let files = [&packages.host, &packages.guest];
@@ -203,11 +207,11 @@ pub(super) fn follow(tests: &TestRun<'_>, dist: &Dist, packages: &Packages) -> R
     host.follow(("docker", "root"), &docker, "vgpu ps")?;
     host.follow(
         ("compose", "root"),
-        &format!("{images}{compose}"),
+        &format!("{variables}{compose}"),
         "vgpu ps",
     )?;
     host.container.root(&format!(
-        "{images}export VGPU_GID=0\ndocker compose -f compose.yaml down"
+        "{variables}export VGPU_GID=0\ndocker compose -f compose.yaml down"
     ))?;
     host.follow(("own-image", "root"), own, "vgpu ps")?;
 

@@ -24,8 +24,6 @@ const PAGES: [(&str, &[(&str, &str)]); 6] = [
     (
         "containers-kubernetes.md",
         &[
-            ("The device plugin", "it needs a cluster"),
-            ("Ollama in a container", "it needs a cluster"),
             ("With kustomize", "the part `deploy` builds an overlay"),
             (
                 "With Helm",
@@ -76,6 +74,7 @@ const FOLLOWED: [(&str, &[&str]); 6] = [
             "Docker and Podman",
             "The image of the executor",
             "The image of llama-server",
+            "The device plugin",
         ],
     ),
 ];

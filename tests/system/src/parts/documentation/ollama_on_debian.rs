@@ -262,16 +262,18 @@ pub(super) fn with_ollama(tests: &TestRun<'_>, container: &Container) -> Result<
 
 /// Asks Ollama's service for text.
 pub(super) fn generate(container: &Container) -> Result<String> {
+    generate_at("http://127.0.0.1:11434", |line| container.run(USER, line))
+}
+
+/// Asks the Ollama at `url` for text. `run` runs a line of shell.
+pub(super) fn generate_at(url: &str, run: impl FnOnce(&str) -> Result<String>) -> Result<String> {
     let request = json!({
         "model": "model", "prompt": PROMPT, "raw": true, "stream": false,
         "options": {"temperature": 0, "num_predict": TOKENS},
     });
-    let said = container.run(
-        USER,
-        &format!(
-            "curl --silent --show-error http://127.0.0.1:11434/api/generate --data '{request}'"
-        ),
-    )?;
+    let said = run(&format!(
+        "curl --silent --show-error {url}/api/generate --data '{request}'"
+    ))?;
     let answer: Value = serde_json::from_str(&said)
         .with_context(|| format!("Ollama does not answer with JSON: {said}"))?;
     ensure!(answer["eval_count"] == TOKENS, "{answer}");
@@ -312,7 +314,11 @@ pub(super) fn status(host: &Container) -> Result<Value> {
 
 /// How many graphs an executor has run for a guest.
 pub(super) fn graphs_of(host: &Container, guest: &str) -> Result<u64> {
-    let status = status(host)?;
+    graphs_in(&status(host)?, guest)
+}
+
+/// How many graphs an executor has run for a guest, by what `vgpu ps` says.
+pub(super) fn graphs_in(status: &Value, guest: &str) -> Result<u64> {
     let guests = status["guests"].as_array().context("no guests")?;
     let graphs = guests.iter().find(|one| one["name"] == guest);
     // An unnamed guest is listed from its first program on.

@@ -14,7 +14,7 @@ use crate::container::{Container, TRIXIE, USER};
 use crate::test_run::{PROMPT, TestRun};
 
 /// Tokens of a generation.
-const TOKENS: u32 = 24;
+pub(super) const TOKENS: u64 = 24;
 
 /// The port of llama-server in all pages.
 pub(super) const PORT: u16 = 8080;
@@ -107,15 +107,18 @@ fn generate(container: &Container, lines: &str, log: &Path) -> Result<String> {
 
 /// Asks the llama-server of the system for text.
 pub(super) fn complete(container: &Container) -> Result<String> {
+    let url = format!("http://127.0.0.1:{PORT}");
+    complete_at(&url, |line| container.run(USER, line))
+}
+
+/// Asks the llama-server at `url` for text. `run` runs a line of shell.
+pub(super) fn complete_at(url: &str, run: impl FnOnce(&str) -> Result<String>) -> Result<String> {
     let request = json!({
         "prompt": PROMPT, "n_predict": TOKENS, "temperature": 0.0, "ignore_eos": true,
     });
-    let said = container.run(
-        USER,
-        &format!(
-            "curl --silent --show-error --fail http://127.0.0.1:{PORT}/completion --data '{request}'"
-        ),
-    )?;
+    let said = run(&format!(
+        "curl --silent --show-error --fail {url}/completion --data '{request}'"
+    ))?;
     let answer: Value = serde_json::from_str(&said)
         .with_context(|| format!("llama-server does not answer with JSON: {said}"))?;
     let text = answer["content"].as_str();
