@@ -145,6 +145,14 @@ pub fn helm(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     go_program(cache, "helm-4.3.1", "helm", folder)
 }
 
+/// The path of Helm's command. The source is in `folder`.
+///
+/// # Errors
+/// If Go is missing and cannot be installed, or the build fails.
+pub fn helm_command(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    go_program(cache, "helm-command-4.3.1", "helm", folder)
+}
+
 /// The path of a program that builds an overlay with kustomize's own packages. The source is in
 /// `folder`.
 ///
@@ -175,7 +183,7 @@ fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result
             .env("GOCACHE", dir.join("objects"))
             .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
             .env("GOTOOLCHAIN", "local")
-            // The programs run on systems with other C libraries.
+            // Some of the programs also run in systems with another C library.
             .env("CGO_ENABLED", "0");
         process::run(&mut build, &progress, &cache.log(name))?;
         for rest in ["modules", "objects"] {

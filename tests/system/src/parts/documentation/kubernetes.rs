@@ -5,11 +5,12 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use xtask_common::llama;
 use xtask_common::markdown;
 use xtask_common::model::{self, FileType};
+use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
@@ -26,6 +27,10 @@ use crate::test_run::TestRun;
 /// The image of llama-server in `pod.yaml`, and that of Ollama on the page: of registries.
 const LLAMA_OF_PAGE: &str = "ghcr.io/ggml-org/llama.cpp:server-b11236";
 const OLLAMA_OF_PAGE: &str = "ollama/ollama:0.34.4";
+
+/// The page's repository of our image, and that of the node.
+const REGISTRY: &str = "registry.example.org/ggml-vgpu";
+const REPOSITORY: &str = "docker.io/library/ggml-vgpu";
 
 /// The images that stand for them: without anything of ours, as the other ones.
 const LLAMA: Image = Image {
@@ -54,15 +59,18 @@ const MODELS: [&str; 2] = [
 const RESOURCES: [(&str, &str); 3] = [
     ("cpu: \"4\"", "cpu: 100m"),
     ("memory: 8Gi", "memory: 256Mi"),
-    ("memory: 64Gi", "memory: 4Gi"),
+    ("memory: 64Gi", "memory: 12Gi"),
 ];
+
+/// The slices of 1 GiB of a node, which are the memory of the executor's container or a little less.
+const SLICES: std::ops::RangeInclusive<u64> = 11..=12;
 
 /// `vgpu` in the container of the executor, with a command of the control socket.
 const VGPU: &str = "kubectl exec --namespace kube-system daemonset/vgpu -- vgpu";
 const CONTROL: &str = "--control=/run/vgpu-node/control.sock";
 
 pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
-    let mut guide = Guide::open(PAGE, &["The device plugin"])?;
+    let mut guide = Guide::open(PAGE, &["The device plugin", "With Helm"])?;
     let logs = workspace::reports().join("documentation-kubernetes");
     let cluster = Cluster::start(tests.cache, &logs)?;
     cluster.load(&images.executor)?;
@@ -81,7 +89,6 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
 
     // The commands of the page. The pod waits for the resources of the node.
     node.run(&guide.take_with("kubectl apply", &[("NAME", "node")])?)?;
-    guide.finish()?;
     let expect_text = |when: &str| -> Result<()> {
         let before = graphs_in(&node.status()?, GUEST)?;
         let text = node.complete("llama-server")?;
@@ -99,6 +106,11 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
     let quota = node.guest()?.context("no guest of the pod")?["quota"].clone();
     ensure!(quota == 8_u64 << 30, "the quota is {quota}");
     node.expect_seats("32")?;
+    let slices = node.allocatable("vgpu.dev/memory")?;
+    ensure!(
+        SLICES.contains(&slices),
+        "the node has {slices} slices of 1 GiB"
+    );
 
     // More than the node has.
     let large = pod.replace("vgpu.dev/memory: 8}", "vgpu.dev/memory: 1000}");
@@ -140,7 +152,7 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
     // The next executor, and the next device plugin.
     node.run("kubectl delete pod --namespace kube-system --selector app=vgpu")?;
     node.run("kubectl delete pod --namespace kube-system --selector app=vgpu-device-plugin")?;
-    node.await_rollouts()?;
+    node.await_rollouts(["vgpu", "vgpu-device-plugin"])?;
     node.expect_seats("32")?;
     node.await_guest(true)?;
     expect_text("with the next executor")?;
@@ -161,7 +173,81 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
     ensure!(said.contains("100% GPU"), "no `100% GPU` in {said}");
     let graphs = graphs_in(&node.status()?, "default.ollama.ollama")?;
     ensure!(graphs > 0, "the executor has computed nothing for Ollama");
+    node.run("kubectl delete pod ollama --now")?;
+
+    // Other ways to the same.
+    let with_pod = |when: &str| -> Result<()> {
+        node.await_rollouts(["vgpu", "vgpu-device-plugin"])?;
+        node.expect_seats("32")?;
+        node.apply("pod", &pod)?;
+        expect_text(when)?;
+        node.run("kubectl delete pod llama-server --now")?;
+        node.await_guest(false)
+    };
+    node.run("kubectl delete -f executor.yaml -f device-plugin.yaml")?;
+    node.expect_seats("0")?;
+    node.copy_deploy()?;
+    node.apply_overlay(&images.tag)?;
+    with_pod("with kustomize")?;
+    node.run("kubectl delete --kustomize overlay")?;
+    node.expect_seats("0")?;
+    by_helm(tests, &node, &mut guide, &images.tag, || {
+        with_pod("with Helm")
+    })?;
+    guide.finish()?;
     Ok("llama-server and Ollama in pods, each with the text of the CPU".to_owned())
+}
+
+/// Installs the chart for GPU nodes and for others with the commands of the page. `with_pod` looks
+/// at the first.
+fn by_helm(
+    tests: &TestRun<'_>,
+    node: &Node,
+    guide: &mut Guide,
+    tag: &str,
+    with_pod: impl Fn() -> Result<()>,
+) -> Result<()> {
+    let source = workspace::root().join("tests/helm-cli");
+    let program = packages::helm_command(tests.cache, &source)?;
+    let to = node.cluster.files().join("usr/local/bin/helm");
+    fs::copy(program, to).context("copying a program")?;
+
+    // Less than the values of the chart, for this machine.
+    let requests = "executor.resources.requests.cpu=100m,executor.resources.requests.memory=256Mi";
+    let image = format!("image.repository={REPOSITORY},image.tag={tag},{requests}");
+    let of_page = &format!("image.repository={REGISTRY}");
+    let names = [("NAME", "node"), (of_page, image.as_str())];
+    let in_clone = |lines: &str| node.run(&format!("cd overlay/ggml-vgpu\n{lines}"));
+    in_clone(&guide.take_with("helm install vgpu deploy", &names)?)?;
+    with_pod()?;
+
+    let less = "executor.resources.limits.memory=12Gi,executor.memory=10G";
+    let image = format!("{image},{less}");
+    let names = [("NAME", "node"), (of_page, image.as_str())];
+    let for_cpu = guide.take_with("helm install vgpu-cpu", &names)?;
+
+    let values = format!(
+        "image: {{repository: {REPOSITORY}, tag: {tag}}}\n\
+         executor:\n  maxGuests: 17\n  resources: {{requests: {{cpu: 100m, memory: 256Mi}}}}\n"
+    );
+    let file = "root/overlay/ggml-vgpu/values.yaml";
+    fs::write(node.cluster.files().join(file), values).context("writing values")?;
+    let upgrade = guide.take("helm upgrade vgpu")?;
+    let (upgrade, uninstall) = upgrade.split_once('\n').context("two commands")?;
+    in_clone(upgrade)?;
+    node.await_rollouts(["vgpu", "vgpu-device-plugin"])?;
+    let of_executor = "kubectl get daemonset vgpu --namespace kube-system --output yaml";
+    in_clone(&format!("{of_executor} | grep -e '--max-guests=17'"))?;
+    in_clone(uninstall)?;
+    node.expect_seats("0")?;
+
+    node.run("kubectl label node node vgpu-")?;
+    in_clone(&for_cpu)?;
+    node.await_rollouts(["vgpu-cpu", "vgpu-cpu-device-plugin"])?;
+    node.expect_seats("32")?;
+    let slices = node.allocatable("vgpu.dev/memory")?;
+    ensure!(slices == 10, "{slices} slices of a memory of 10 GiB");
+    Ok(())
 }
 
 /// The executor's name of the container of `pod.yaml`.
@@ -169,21 +255,24 @@ const GUEST: &str = "default.llama-server.llama-server";
 
 /// The page's pod of Ollama.
 fn ollama_of_page() -> Result<String> {
-    let page = fs::read_to_string(workspace::root().join("docs").join(PAGE));
-    let blocks = markdown::blocks(&page.context("reading a page")?);
-    let block = { blocks.into_iter() }
-        .find(|block| block.heading == "Ollama in a container" && block.language == "yaml");
-    let text = block.context("the page has no container of Ollama")?.text;
-    ensure!(
-        text.contains(OLLAMA_OF_PAGE),
-        "no {OLLAMA_OF_PAGE} in {text}"
-    );
+    let text = block_of_page("Ollama in a container", OLLAMA_OF_PAGE)?;
     let containers = text.replace(OLLAMA_OF_PAGE, OLLAMA.name);
     let containers = containers.replace('\n', "\n  ");
     Ok(format!(
         "apiVersion: v1\nkind: Pod\nmetadata:\n  name: ollama\nspec:\n  {}\n",
         containers.trim_end()
     ))
+}
+
+/// The YAML of a section of the page, which has the words `mark`.
+fn block_of_page(section: &str, mark: &str) -> Result<String> {
+    let page = fs::read_to_string(workspace::root().join("docs").join(PAGE));
+    let mut blocks = markdown::blocks(&page.context("reading a page")?).into_iter();
+    let block = blocks.find(|block| {
+        block.heading == section && block.language == "yaml" && block.text.contains(mark)
+    });
+    let block = block.with_context(|| format!("{PAGE}: {section} has no {mark:?}"))?;
+    Ok(block.text)
 }
 
 /// Loads the images of llama-server and Ollama, with a model.
@@ -318,8 +407,50 @@ impl Node {
         ))
     }
 
-    fn await_rollouts(&self) -> Result<()> {
-        for name in ["vgpu", "vgpu-device-plugin"] {
+    /// How much of a resource the node offers.
+    fn allocatable(&self, resource: &str) -> Result<u64> {
+        let said = self.run("kubectl get node node --output json")?;
+        let node: Value = serde_json::from_str(&said).context("a node in JSON")?;
+        let amount = node["status"]["allocatable"][resource].as_str();
+        let amount = amount.with_context(|| format!("no {resource} in {said}"))?;
+        amount
+            .parse()
+            .with_context(|| format!("{resource}: {amount}"))
+    }
+
+    /// Copies `deploy/kubernetes` to where the page's overlay and its commands of Helm expect it.
+    fn copy_deploy(&self) -> Result<()> {
+        let to = self.cluster.files().join("root/overlay/ggml-vgpu/deploy");
+        fs::create_dir_all(&to).context("creating a folder")?;
+        let from = workspace::root().join("deploy/kubernetes");
+        let mut cp = Command::new("cp");
+        process::output(cp.arg("--recursive").arg(from).arg(to)).map(drop)
+    }
+
+    /// Applies the page's overlay for kustomize, with a patch for this machine.
+    fn apply_overlay(&self, tag: &str) -> Result<()> {
+        let text = block_of_page("With kustomize", REGISTRY)?;
+        let text = text.replace(REGISTRY, REPOSITORY);
+        let text = text.replace("newTag: 0.1.0", &format!("newTag: {tag}"));
+        let requests = json!([{
+            "op": "replace",
+            "path": "/spec/template/spec/containers/0/resources/requests",
+            "value": {"cpu": "100m", "memory": "256Mi"},
+        }]);
+        let patches = json!([{
+            "target": {"kind": "DaemonSet", "name": "vgpu"}, "patch": requests.to_string(),
+        }]);
+        self.place(
+            "overlay/kustomization",
+            &format!("{text}patches: {patches}\n"),
+        )?;
+        self.run("cd overlay && kubectl apply --kustomize .")
+            .map(drop)
+    }
+
+    /// Waits until all pods of DaemonSets are those of their present templates, and ready.
+    fn await_rollouts(&self, names: [&str; 2]) -> Result<()> {
+        for name in names {
             self.cluster.await_that(&format!(
                 "kubectl rollout status daemonset/{name} --namespace kube-system --timeout=10s"
             ))?;
