@@ -26,67 +26,96 @@ pub(super) struct SystemMemory {
 }
 
 /// Where a version of the control groups has what.
-struct Hierarchy {
-    /// Whether a line of `/proc/self/cgroup`, by its number and its controllers, is the one of this
-    /// hierarchy.
-    is_line: fn(&str, &str) -> bool,
-    mount: &'static str,
+struct Version {
+    /// The type of its file systems.
+    file_system: &'static str,
+    /// The controller that its line in `/proc/self/cgroup` names, and the options of its mount.
+    /// Version 2 has one hierarchy, whose line names none.
+    controller: &'static str,
     limits: &'static [&'static str],
     current: &'static str,
     /// The key in `memory.stat` of the pages that the kernel drops first, with those of the groups
     /// below.
     droppable: &'static str,
+    /// The key in `memory.stat` of the smallest limit of the group and of those around it, which a
+    /// container does not see.
+    inherited_limit: Option<&'static str>,
 }
 
-const HIERARCHIES: [Hierarchy; 2] = [
-    Hierarchy {
-        is_line: |number, _| number == "0",
-        mount: "sys/fs/cgroup",
+const VERSIONS: [Version; 2] = [
+    Version {
+        file_system: "cgroup2",
+        controller: "",
         limits: &["memory.high", "memory.max"],
         current: "memory.current",
         droppable: "inactive_file ",
+        inherited_limit: None,
     },
-    Hierarchy {
-        is_line: |_, controllers| controllers.split(',').any(|one| one == "memory"),
-        mount: "sys/fs/cgroup/memory",
+    Version {
+        file_system: "cgroup",
+        controller: "memory",
         limits: &["memory.limit_in_bytes"],
         current: "memory.usage_in_bytes",
         droppable: "total_inactive_file ",
+        inherited_limit: Some("hierarchical_memory_limit "),
     },
 ];
 
-impl Hierarchy {
-    /// The group of this process in the hierarchy, and those around it. `membership` is
-    /// `/proc/self/cgroup`.
-    fn groups(&self, root: &Path, membership: &str) -> Vec<Group> {
+/// The smallest limit of a group of version 1 that is none: the largest multiple of a page of 64 KiB
+/// in 63 bits.
+const NO_LIMIT: u64 = (i64::MAX as u64) & !0xffff;
+
+impl Version {
+    /// The group of this process and those around it, as far as the process sees them.
+    /// `membership` is `/proc/self/cgroup`, and `mounts` is `/proc/self/mountinfo` (proc(5)).
+    fn groups(&'static self, root: &Path, membership: &str, mounts: &str) -> Vec<Group> {
         let own = membership.lines().find_map(|line| {
-            let mut parts = line.splitn(3, ':');
-            let (number, controllers) = (parts.next()?, parts.next()?);
-            let path = parts.next()?.strip_prefix('/')?;
-            (self.is_line)(number, controllers).then_some(path)
+            let (_, rest) = line.split_once(':')?;
+            let (controllers, path) = rest.split_once(':')?;
+            controllers
+                .split(',')
+                .any(|one| one == self.controller)
+                .then_some(path)
         });
-        let own = own.unwrap_or("");
-        let mount = root.join(self.mount);
-        // A path with `..` is outside of what this process sees of the hierarchy. In a container of
-        // version 1 the path is often that of the host, and the mount is the container's own group:
-        // the folders between have no files.
-        let is_below = own.split('/').all(|name| name != "..");
-        let own = mount.join(if is_below { own } else { "" });
+        let mount = mounts.lines().find_map(|line| self.mount(line));
+        let (Some(own), Some((of_mount, mount))) = (own, mount) else {
+            return Vec::new();
+        };
+        let mount = root.join(mount.trim_start_matches('/'));
+        // The mount may begin at a group: that of a container, whose process has the path of the
+        // host. A path with `..` is outside of what this process sees.
+        let below = own.strip_prefix(of_mount.trim_end_matches('/'));
+        let below = below.filter(|path| path.is_empty() || path.starts_with('/'));
+        let below = below.map_or("", |path| path.trim_start_matches('/'));
+        let is_below = below.split('/').all(|name| name != "..");
+        let own = mount.join(if is_below { below } else { "" });
         own.ancestors()
             .take_while(|group| group.starts_with(&mount))
             .map(|folder| Group::open(self, folder))
             .collect()
     }
+
+    /// The group at which a mount of this version begins, and where it is mounted.
+    fn mount<'a>(&self, line: &'a str) -> Option<(&'a str, &'a str)> {
+        let (place, source) = line.split_once(" - ")?;
+        let mut place = place.split(' ').skip(3);
+        let (of_mount, mount) = (place.next()?, place.next()?);
+        let mut source = source.split(' ');
+        let (kind, options) = (source.next()?, source.nth(1)?);
+        let is_own = self.controller.is_empty()
+            || options.split(',').any(|option| option == self.controller);
+        (kind == self.file_system && is_own).then_some((of_mount, mount))
+    }
 }
 
 /// A control group with a limit that can change.
 struct Group {
-    /// The limits of its memory: above the first the kernel slows it down, above the second it ends
-    /// processes.
+    version: &'static Version,
+    /// The limits of its memory. Version 2: above the first the kernel slows it down, above the
+    /// second it ends processes. Version 1: it ends processes.
     limits: Vec<File>,
     current: Option<File>,
     stat: Option<File>,
-    droppable: &'static str,
 }
 
 impl SystemMemory {
@@ -98,9 +127,10 @@ impl SystemMemory {
     /// The files below another root than `/`.
     pub(super) fn below(root: &Path) -> SystemMemory {
         let membership = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-        let groups = HIERARCHIES
+        let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).unwrap_or_default();
+        let groups = VERSIONS
             .iter()
-            .flat_map(|hierarchy| hierarchy.groups(root, &membership));
+            .flat_map(|version| version.groups(root, &membership, &mounts));
         let open = |path: &str| File::open(root.join(path)).ok();
         SystemMemory {
             meminfo: open("proc/meminfo"),
@@ -145,25 +175,34 @@ fn kib(text: &str, key: &str) -> Option<u64> {
 }
 
 impl Group {
-    fn open(hierarchy: &Hierarchy, folder: &Path) -> Group {
+    fn open(version: &'static Version, folder: &Path) -> Group {
         let open = |name: &str| File::open(folder.join(name)).ok();
         Group {
-            limits: { hierarchy.limits.iter() }
+            version,
+            limits: { version.limits.iter() }
                 .filter_map(|name| open(name))
                 .collect(),
-            current: open(hierarchy.current),
+            current: open(version.current),
             stat: open("memory.stat"),
-            droppable: hierarchy.droppable,
         }
+    }
+
+    /// A line of `memory.stat`.
+    fn statistic(&self, key: &str) -> Option<u64> {
+        let stat = contents(self.stat.as_ref()?);
+        let value = stat.lines().find_map(|line| line.strip_prefix(key));
+        value.and_then(number)
     }
 
     /// The smallest limit in bytes; `u64::MAX` if there is none.
     fn limit(&self) -> u64 {
-        let limits = self
-            .limits
-            .iter()
-            .filter_map(|file| number(&contents(file)));
-        limits.min().unwrap_or(u64::MAX)
+        let own = { self.limits.iter() }.filter_map(|file| number(&contents(file)));
+        let inherited = self.version.inherited_limit;
+        let inherited = inherited.and_then(|key| self.statistic(key));
+        { own.chain(inherited) }
+            .filter(|limit| *limit < NO_LIMIT)
+            .min()
+            .unwrap_or(u64::MAX)
     }
 
     /// The bytes below the limit. Pages of files that nobody has used for a while do not count as
@@ -177,11 +216,7 @@ impl Group {
         let Some(current) = current.filter(|_| limit != u64::MAX) else {
             return u64::MAX;
         };
-        let stat = self.stat.as_ref().map(contents).unwrap_or_default();
-        let droppable = stat
-            .lines()
-            .find_map(|line| line.strip_prefix(self.droppable))
-            .and_then(number);
+        let droppable = self.statistic(self.version.droppable);
         limit.saturating_sub(current.saturating_sub(droppable.unwrap_or(0)))
     }
 }
@@ -204,6 +239,17 @@ pub(super) mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    /// Mounts of a machine with version 2, of one with both, where the controllers of version 1 have
+    /// mounts, and of a container there.
+    const MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n";
+    const BOTH: &str = "\
+        31 23 0:28 / /sys/fs/cgroup ro - tmpfs tmpfs rw,mode=755\n\
+        32 31 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n\
+        33 31 0:30 / /sys/fs/cgroup/devices rw - cgroup cgroup rw,devices\n\
+        34 31 0:31 / /sys/fs/cgroup/cpu,memory rw - cgroup cgroup rw,cpu,memory\n";
+    const CONTAINER: &str =
+        "40 39 0:31 /kubepods/pod1/c /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
+
     /// A folder with the files of a machine of 1000 MiB, 600 of them available, and of a process
     /// with 5 MiB of anonymous memory, in the control group `a/b`.
     pub(crate) struct Machine(pub(crate) tempfile::TempDir);
@@ -212,6 +258,7 @@ pub(super) mod tests {
         pub(crate) fn new() -> Machine {
             let machine = Machine(tempfile::tempdir().expect("a folder"));
             machine.write("proc/self/cgroup", "0::/a/b\n");
+            machine.write("proc/self/mountinfo", MOUNT);
             machine.write(
                 "proc/self/status",
                 "Name:\tvgpu\nRssAnon:\t    5120 kB\nRssFile:\t 99999 kB\nRssShmem:\t 2048 kB\n",
@@ -282,43 +329,74 @@ pub(super) mod tests {
     #[test]
     fn limits_of_version_1_hold() {
         let machine = Machine::new();
-        let v1 = |path: &str, files: &[(&str, u64)]| {
-            machine.group(&format!("memory/{path}"), files);
-        };
+        machine.write("proc/self/mountinfo", BOTH);
         machine.write(
             "proc/self/cgroup",
-            "5:devices:/a/b\n4:cpu,memory:/a/b\n0::/\n",
+            "5:devices:/x\n4:cpu,memory:/a/b\n0::/a/b\n",
         );
-        // The root of the hierarchy has no limit: a number of pages that no machine has.
-        v1("", &[("memory.limit_in_bytes", u64::MAX >> 21)]);
-        v1("", &[("memory.usage_in_bytes", 900)]);
-        assert_eq!(figures(&machine), (1000, 600));
-        v1("a/b", &[("memory.limit_in_bytes", 500)]);
-        v1("a/b", &[("memory.usage_in_bytes", 120)]);
-        assert_eq!(figures(&machine), (500, 380));
+        let group = |path: &str, files: &[(&str, u64)]| {
+            machine.group(&format!("cpu,memory/{path}"), files);
+        };
+        // The root of the hierarchy has no limit, whatever is used in it.
         machine.write(
-            "sys/fs/cgroup/memory/a/b/memory.stat",
-            &format!(
-                "inactive_file {}\ntotal_inactive_file {}\n",
-                7 * MIB,
-                20 * MIB
-            ),
+            "sys/fs/cgroup/cpu,memory/memory.limit_in_bytes",
+            "9223372036854771712\n",
         );
+        group("", &[("memory.usage_in_bytes", 1 << 43)]);
+        assert_eq!(figures(&machine), (1000, 600));
+        group("a/b", &[("memory.limit_in_bytes", 500)]);
+        group("a/b", &[("memory.usage_in_bytes", 120)]);
+        assert_eq!(figures(&machine), (500, 380));
+        // Pages of files that the kernel can drop, in the group and below.
+        let stat = format!(
+            "inactive_file {}\nhierarchical_memory_limit 9223372036854771712\n\
+             total_inactive_file {}\n",
+            7 * MIB,
+            20 * MIB
+        );
+        machine.write("sys/fs/cgroup/cpu,memory/a/b/memory.stat", &stat);
         assert_eq!(figures(&machine), (500, 400));
-        v1("a", &[("memory.limit_in_bytes", 400)]);
-        v1("a", &[("memory.usage_in_bytes", 390)]);
+        group("a", &[("memory.limit_in_bytes", 400)]);
+        group("a", &[("memory.usage_in_bytes", 390)]);
+        assert_eq!(figures(&machine), (400, 10));
+        // The hierarchy of version 2 without the controller, and a group of another one.
+        machine.group("unified/a/b", &[("memory.max", 1), ("memory.current", 1)]);
+        machine.group("devices/x", &[("memory.limit_in_bytes", 1)]);
+        assert_eq!(figures(&machine), (1, 0));
+        fs::remove_file(
+            machine
+                .0
+                .path()
+                .join("sys/fs/cgroup/unified/a/b/memory.max"),
+        )
+        .unwrap();
         assert_eq!(figures(&machine), (400, 10));
     }
 
     /// Docker and the kubelet mount the group of a container, whose process has the path of the
-    /// host.
+    /// host, perhaps of a group below.
     #[test]
     fn the_mounted_group_of_a_container_of_version_1_holds() {
         let machine = Machine::new();
+        machine.write("proc/self/mountinfo", CONTAINER);
         machine.write("proc/self/cgroup", "4:memory:/kubepods/pod1/c\n0::/\n");
         machine.group("memory", &[("memory.limit_in_bytes", 300)]);
         machine.group("memory", &[("memory.usage_in_bytes", 100)]);
         assert_eq!(figures(&machine), (300, 200));
+        // A group around the container has a smaller limit.
+        let stat = format!("hierarchical_memory_limit {}\n", 250 * MIB);
+        machine.write("sys/fs/cgroup/memory/memory.stat", &stat);
+        assert_eq!(figures(&machine), (250, 150));
+        machine.write("proc/self/cgroup", "4:memory:/kubepods/pod1/c/sub\n");
+        machine.group("memory/sub", &[("memory.limit_in_bytes", 120)]);
+        machine.group("memory/sub", &[("memory.usage_in_bytes", 100)]);
+        assert_eq!(figures(&machine), (120, 20));
+        // A group beside the mounted one.
+        machine.write("proc/self/cgroup", "4:memory:/kubepods/pod1/c2/sub\n");
+        assert_eq!(figures(&machine), (250, 150));
+        // With a namespace of its own the process sees its group as the root.
+        machine.write("proc/self/cgroup", "4:memory:/\n");
+        assert_eq!(figures(&machine), (250, 150));
     }
 
     #[test]
@@ -334,7 +412,7 @@ pub(super) mod tests {
     #[test]
     fn a_path_outside_of_the_hierarchy_counts_as_its_root() {
         let machine = Machine::new();
-        machine.write("proc/self/cgroup", "1:devices:/x\n0::/../a\n");
+        machine.write("proc/self/cgroup", "0::/../a\n");
         machine.group("", &[("memory.max", 300), ("memory.current", 100)]);
         assert_eq!(figures(&machine), (300, 200));
     }

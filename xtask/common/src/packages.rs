@@ -133,7 +133,14 @@ pub fn kubelet_standin(cache: &Cache, folder: &Path) -> Result<PathBuf> {
 /// # Errors
 /// If Go is missing and cannot be installed, or the build fails.
 pub fn kubernetes(cache: &Cache, folder: &Path) -> Result<PathBuf> {
-    go_program(cache, "kubernetes-1.34.2", "kubernetes", folder)
+    // What Kubernetes' own builds set. The chart looks at the version of the cluster.
+    let version = "-X=k8s.io/component-base/version.gitVersion=v1.34.2";
+    let build = GoBuild {
+        name: "kubernetes-1.34.2",
+        program: "kubernetes",
+        linker_flags: version,
+    };
+    build.program(cache, folder)
 }
 
 /// The path of a program that lints and renders a chart with Helm's own packages. The source is in
@@ -145,12 +152,12 @@ pub fn helm(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     go_program(cache, "helm-4.3.1", "helm", folder)
 }
 
-/// The path of Helm's command. The source is in `folder`.
+/// The path of the command `helm`. The source is in `folder`.
 ///
 /// # Errors
 /// If Go is missing and cannot be installed, or the build fails.
-pub fn helm_command(cache: &Cache, folder: &Path) -> Result<PathBuf> {
-    go_program(cache, "helm-command-4.3.1", "helm", folder)
+pub fn helm_cli(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    go_program(cache, "helm-cli-4.3.1", "helm", folder)
 }
 
 /// The path of a program that builds an overlay with kustomize's own packages. The source is in
@@ -164,35 +171,57 @@ pub fn kustomize(cache: &Cache, folder: &Path) -> Result<PathBuf> {
 
 /// Builds the Go program in `folder`, once for each `name` and source.
 fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result<PathBuf> {
-    let mut hasher = DefaultHasher::new();
-    for file in ["main.go", "go.mod"] {
-        let file = folder.join(file);
-        let text = std::fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
-        text.hash(&mut hasher);
-    }
-    let name = &format!("{name}-{:016x}", hasher.finish());
-    let root = cache.folder(name, |dir| {
-        let go = go(cache)?;
-        let progress = Progress::new(&format!("building {name}"));
-        let mut build = Command::new(go);
-        build
-            .args(["build", "-o"])
-            .arg(dir.join(program))
-            .current_dir(folder)
-            .env("GOMODCACHE", dir.join("modules"))
-            .env("GOCACHE", dir.join("objects"))
-            .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
-            .env("GOTOOLCHAIN", "local")
-            // Some of the programs also run in systems with another C library.
-            .env("CGO_ENABLED", "0");
-        process::run(&mut build, &progress, &cache.log(name))?;
-        for rest in ["modules", "objects"] {
-            std::fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;
+    let build = GoBuild {
+        name,
+        program,
+        linker_flags: "",
+    };
+    build.program(cache, folder)
+}
+
+/// How a Go program is built.
+struct GoBuild<'a> {
+    /// The name in the cache, with the version.
+    name: &'a str,
+    program: &'a str,
+    linker_flags: &'a str,
+}
+
+impl GoBuild<'_> {
+    /// Builds the program in `folder`, once for each source.
+    fn program(&self, cache: &Cache, folder: &Path) -> Result<PathBuf> {
+        let mut hasher = DefaultHasher::new();
+        for file in ["main.go", "go.mod"] {
+            let file = folder.join(file);
+            let text = std::fs::read(&file);
+            let text = text.with_context(|| format!("reading {}", file.display()))?;
+            text.hash(&mut hasher);
         }
-        progress.done("");
-        Ok(())
-    })?;
-    Ok(root.join(program))
+        let name = &format!("{}-{:016x}", self.name, hasher.finish());
+        let root = cache.folder(name, |dir| {
+            let go = go(cache)?;
+            let progress = Progress::new(&format!("building {name}"));
+            let mut build = Command::new(go);
+            build
+                .args(["build", "-ldflags", self.linker_flags, "-o"])
+                .arg(dir.join(self.program))
+                .current_dir(folder)
+                .env("GOMODCACHE", dir.join("modules"))
+                .env("GOCACHE", dir.join("objects"))
+                .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
+                .env("GOTOOLCHAIN", "local")
+                // Some of the programs also run in systems with another C library.
+                .env("CGO_ENABLED", "0");
+            process::run(&mut build, &progress, &cache.log(name))?;
+            for rest in ["modules", "objects"] {
+                std::fs::remove_dir_all(dir.join(rest))
+                    .context("removing what else was fetched")?;
+            }
+            progress.done("");
+            Ok(())
+        })?;
+        Ok(root.join(self.program))
+    }
 }
 
 /// Makes sure that there are `prometheus` and `promtool`.

@@ -42,7 +42,12 @@ kube-apiserver --etcd-servers http://127.0.0.1:2379 --cert-dir certs --token-aut
     --kubelet-preferred-address-types InternalIP --service-account-key-file account.key \
     --service-account-signing-key-file account.key \
     --service-account-issuer https://kubernetes.default.svc > /var/log/apiserver 2>&1 &
+server=$!
 until kubectl get --raw /readyz > /dev/null 2>&1; do
+    if ! kill -0 $server; then
+        tail -n 20 /var/log/etcd /var/log/apiserver
+        exit 1
+    fi
     sleep 1
 done
 config=/root/.kube/config
@@ -51,11 +56,10 @@ kube-controller-manager --kubeconfig $config --leader-elect=false --root-ca-file
 kube-scheduler --kubeconfig $config --leader-elect=false > /var/log/scheduler 2>&1 &
 
 # Images are not removed and pods not evicted when the disk of this machine is nearly full.
-cat > kubelet.yaml << END
+cat > kubelet.yaml << 'END'
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 cgroupDriver: cgroupfs
-cgroupRoot: /$group
 failSwapOn: false
 containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}

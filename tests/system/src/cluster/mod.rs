@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use xtask_common::cache::Cache;
 use xtask_common::packages;
@@ -18,11 +18,12 @@ use xtask_common::workspace;
 
 pub(crate) use images::{Image, archive};
 
-use crate::container::{WITHOUT, checked, finish};
+use crate::container::{DROPPED_CAPABILITIES, KernelSettings, checked, expect_dropped, finish};
 use crate::debian::TRIXIE;
 
 const OUTER: &str = include_str!("outer.sh");
 const INNER: &str = include_str!("inner.sh");
+const REMOVE: &str = include_str!("remove.sh");
 
 /// What a node has. `busybox-static` is the program of the container that holds the namespaces of a
 /// pod.
@@ -42,7 +43,7 @@ pub(crate) struct Cluster {
     /// The process id of the first process in the PID namespace of this process.
     init: u32,
     group: String,
-    _scratch: Scratch,
+    scratch: Scratch,
 }
 
 impl Cluster {
@@ -65,19 +66,24 @@ impl Cluster {
         fs::write(srv.join("inner.sh"), INNER).context("writing a script")?;
         let outer = scratch.path().join("outer.sh");
         fs::write(&outer, OUTER).context("writing a script")?;
+        if logs.exists() {
+            fs::remove_dir_all(logs).context("removing the logs of the last time")?;
+        }
         fs::create_dir_all(logs).context("creating a folder of logs")?;
+        let settings = KernelSettings::read()?;
 
         let unique = scratch.path().file_name().context("a folder has a name")?;
         let group = format!("vgpu-tests-{}", unique.to_string_lossy());
         let mut unshare = Command::new("unshare");
-        unshare.args(["--mount", "sh"]).arg(&outer).arg(&root);
-        unshare.args([&group, WITHOUT]).arg(logs);
+        unshare.args(["--mount", "sh"]).arg(&outer);
+        unshare.arg(scratch.path());
+        unshare.args([&group, DROPPED_CAPABILITIES]).arg(logs);
         let node = Daemon::start(&mut unshare, &logs.join("node"))?;
         let mut cluster = Cluster {
             node,
             init: 0,
             group,
-            _scratch: scratch,
+            scratch,
         };
         cluster
             .node
@@ -87,6 +93,9 @@ impl Cluster {
         let children = children.context("reading the processes of the node")?;
         cluster.init = children.trim().parse().context("a process of the node")?;
         cluster.await_that("kubectl wait --for=condition=Ready node/node --timeout=10s")?;
+        settings.expect_unchanged()?;
+        expect_dropped(&cluster.run("cat /proc/1/status")?)?;
+        expect_dropped(&cluster.run("cat /proc/self/status")?)?;
 
         let pause = cluster.files().join("srv/pause");
         fs::create_dir(&pause).context("creating a folder")?;
@@ -98,7 +107,7 @@ impl Cluster {
             command: &[],
             variables: &[],
         };
-        cluster.load(&archive(&pause, &[image], cluster._scratch.path())?)?;
+        cluster.load(&archive(&pause, &[image], cluster.scratch.path())?)?;
         Ok(cluster)
     }
 
@@ -124,8 +133,15 @@ impl Cluster {
     fn shell(&self, lines: &str) -> Command {
         let mut nsenter = Command::new("nsenter");
         nsenter.arg("--target").arg(self.init.to_string());
-        nsenter.args(["--mount", "--uts", "--ipc", "--net", "--pid"]);
-        nsenter.args(["--root", "--wd", "--", "setpriv", "--bounding-set", WITHOUT]);
+        nsenter.args(["--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup"]);
+        nsenter.args([
+            "--root",
+            "--wd",
+            "--",
+            "setpriv",
+            "--bounding-set",
+            DROPPED_CAPABILITIES,
+        ]);
         nsenter.args(["env", "-i", "HOME=/root"]);
         nsenter.arg("PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
         nsenter.args(["sh", "-c"]);
@@ -157,14 +173,16 @@ impl Cluster {
     pub(crate) fn await_that(&self, lines: &str) -> Result<()> {
         let started = Instant::now();
         loop {
-            let ran = finish(&self.shell(lines), TIMEOUT)?;
+            let left = TIMEOUT.saturating_sub(started.elapsed());
+            // A few seconds at least, so that the error has the output of an attempt.
+            let ran = finish(&self.shell(lines), left.max(Duration::from_secs(5)))?;
             if ran.status == Some(0) {
                 return Ok(());
             }
-            if started.elapsed() >= TIMEOUT {
+            if left.is_zero() {
                 let pods = "kubectl get pods --all-namespaces; kubectl get events -A | tail -n 20";
                 let pods = finish(&self.shell(pods), TIMEOUT)?.output;
-                anyhow::bail!("not within {TIMEOUT:?}: {lines}\n{}\n{pods}", ran.output);
+                bail!("not within {TIMEOUT:?}: {lines}\n{}\n{pods}", ran.output);
             }
             std::thread::sleep(Duration::from_millis(500));
         }
@@ -177,12 +195,8 @@ impl Drop for Cluster {
         // there is nothing left to end or to remove.
         let _ = self.node.kill();
         let _ = self.node.exited();
-        let remove = "i=0; while [ $i -lt 100 ]; do left=; \
-                      for group in /sys/fs/cgroup/\"$0\" /sys/fs/cgroup/*/\"$0\"; do \
-                      [ ! -d \"$group\" ] || find \"$group\" -depth -type d -exec rmdir {} + \
-                      2> /dev/null || left=1; done; \
-                      [ -n \"$left\" ] || exit 0; sleep 0.1; i=$((i + 1)); done";
-        let mut sh = Command::new("sh");
-        let _ = process::output(sh.args(["-c", remove, &self.group]));
+        let mut unshare = Command::new("unshare");
+        unshare.args(["--mount", "sh", "-c", REMOVE, "sh"]);
+        let _ = process::output(unshare.arg(self.scratch.path()).arg(&self.group));
     }
 }

@@ -1,21 +1,40 @@
 # Runs as root in a mount namespace of its own. $1 is a folder with the file system root, $2 the name
 # of control groups that do not exist yet, $3 what setpriv does to the bounding set of capabilities,
-# $4 the folder of the logs. Makes namespaces with $1 as the root folder, and becomes inner.sh there.
+# $4 the folder of the logs. Makes namespaces with root as the root folder, and becomes /srv/inner.sh
+# there. The control groups are below those of this process, whose limits hold.
 set -eu
-root=$1 group=$2 capabilities=$3
+root=$1/root capabilities=$3
 mount --make-rprivate /
 mount --bind "$root" "$root"
 mount --bind "$4" "$root/var/log"
-for groups in /sys/fs/cgroup /sys/fs/cgroup/*; do
-    [ -e "$groups/cgroup.procs" ] || continue
-    mkdir "$groups/$group"
-    # The kubelet makes groups with processors in it.
-    for file in cpuset.cpus cpuset.mems; do
-        [ ! -e "$groups/$group/$file" ] || cat "$groups/$file" > "$groups/$group/$file"
+# Read once, since this process joins other groups.
+cat /proc/self/cgroup > "$1/membership"
+mkdir "$1/groups"
+while IFS=: read -r number controllers path; do
+    groups=$1/groups/$number
+    case $controllers in
+        name=*) continue ;;
+        "") mkdir "$groups" && mount -t cgroup2 cgroup2 "$groups" ;;
+        *) mkdir "$groups" && mount -t cgroup -o "$controllers" cgroup "$groups" ;;
+    esac
+    # Groups without a process are left of runs that were killed.
+    find "$groups$path" -maxdepth 1 -name 'vgpu-tests-*' -mmin +10 | while read -r left; do
+        if [ -z "$(find "$left" -name cgroup.procs -exec cat {} +)" ]; then
+            find "$left" -depth -type d -exec rmdir {} +
+        fi
     done
-done
-export root group capabilities
-exec unshare --mount --pid --net --uts --ipc --fork --kill-child sh -eu -c '
+    group=$groups$path/$2
+    mkdir "$group"
+    # In version 1 a group has no processors of its own accord.
+    if [ "$controllers" = cpuset ]; then
+        for file in cpuset.cpus cpuset.mems; do
+            cat "$groups$path/$file" > "$group/$file"
+        done
+    fi
+    echo $$ > "$group/cgroup.procs"
+done < "$1/membership"
+export root capabilities
+exec unshare --mount --pid --net --uts --ipc --cgroup --fork --kill-child sh -eu -c '
 mount --make-rprivate /
 mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
 mount -t tmpfs -o nosuid,mode=755 tmpfs "$root/run"
@@ -51,8 +70,30 @@ kernel/keys/root_maxkeys 1000000
 kernel/keys/root_maxbytes 25000000
 END
 [ ! -e "$root/proc/sysrq-trigger" ] || mount --bind /dev/null "$root/proc/sysrq-trigger"
+# The node sees its own control groups as the roots of their hierarchies.
 mount -t sysfs -o ro,nosuid,nodev,noexec sysfs "$root/sys"
-mount --rbind /sys/fs/cgroup "$root/sys/fs/cgroup"
+groups=$root/sys/fs/cgroup
+if grep --quiet -E "^[0-9]+:([^:]*,)?memory(,[^:]*)?:" /proc/self/cgroup; then
+    mount -t tmpfs -o nosuid,nodev,noexec,mode=755 tmpfs "$groups"
+    while IFS=: read -r number controllers path; do
+        case $controllers in
+            name=* | "") continue ;;
+        esac
+        mkdir "$groups/$controllers"
+        mount -t cgroup -o "$controllers" cgroup "$groups/$controllers"
+        for controller in $(echo "$controllers" | tr , " "); do
+            [ -e "$groups/$controller" ] || ln -s "$controllers" "$groups/$controller"
+        done
+    done < /proc/self/cgroup
+else
+    mount -t cgroup2 cgroup2 "$groups"
+    # A group with processes passes no controllers on.
+    mkdir "$groups/node"
+    echo 0 > "$groups/node/cgroup.procs"
+    for controller in $(cat "$groups/cgroup.controllers"); do
+        echo "+$controller" > "$groups/cgroup.subtree_control"
+    done
+fi
 hostname node
 ip link set lo up
 # The address of the node, for documentation (RFC 5737).
@@ -62,7 +103,7 @@ cd "$root"
 pivot_root . mnt
 # The kubelet passes mounts on to containers.
 mount --make-rshared /
-exec env -i "group=$group" PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
+exec env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
     chroot . sh -c "umount --lazy /mnt && exec setpriv --bounding-set \"\$0\" sh -eu /srv/inner.sh" \
     "$capabilities"
 '

@@ -1,12 +1,16 @@
 //! A minimal Debian under systemd, in namespaces of its own: a machine of a new user that boots in
 //! seconds.
 
+mod machine;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+
+pub(crate) use machine::{DROPPED_CAPABILITIES, KernelSettings, expect_dropped};
 
 use crate::debian::{self, Release};
 use xtask_common::cache::Cache;
@@ -19,12 +23,6 @@ const INNER: &str = include_str!("inner.sh");
 /// Joins a control group of the system, and becomes another program: `nsenter` of Debian 12 does
 /// not join the group of the process whose namespaces it enters.
 const JOIN: &str = "mkdir -p \"$0\" && echo $$ > \"$0/cgroup.procs\" && exec \"$@\"";
-
-/// The capabilities that no process of a system has, as `setpriv` takes them, and their bits
-/// (`linux/capability.h`): namespaces do not divide the modules of the kernel, the ports and the
-/// clock of this machine.
-pub(crate) const WITHOUT: &str = "-sys_module,-sys_rawio,-sys_time";
-const WITHOUT_BITS: u64 = 1 << 16 | 1 << 17 | 1 << 25;
 
 /// The timeout of a boot, and that of every other wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -84,29 +82,6 @@ pub(crate) const TRIXIE: System = System {
     ..BOOKWORM
 };
 
-/// Settings that systemd and its services change at a boot. They are the same for all containers
-/// and this machine.
-#[derive(Debug, PartialEq, Eq)]
-struct KernelSettings([String; 4]);
-
-impl KernelSettings {
-    fn read() -> Result<KernelSettings> {
-        let names = [
-            "kernel/core_pattern",
-            "kernel/pid_max",
-            "fs/nr_open",
-            "fs/file-max",
-        ];
-        let mut values = [const { String::new() }; 4];
-        for (value, name) in values.iter_mut().zip(names) {
-            let path = Path::new("/proc/sys").join(name);
-            let read = fs::read_to_string(&path);
-            *value = read.with_context(|| format!("reading {}", path.display()))?;
-        }
-        Ok(KernelSettings(values))
-    }
-}
-
 /// The output of a command, with its errors, and its exit status. `None`: a signal.
 #[derive(Debug)]
 pub(crate) struct Ran {
@@ -147,7 +122,10 @@ impl Container {
         let group = format!("vgpu-tests-{}", unique.to_string_lossy());
         let mut unshare = Command::new("unshare");
         unshare.args(["--mount", "sh"]).arg(&outer);
-        unshare.arg(scratch.path()).arg(&group).arg(WITHOUT);
+        unshare
+            .arg(scratch.path())
+            .arg(&group)
+            .arg(DROPPED_CAPABILITIES);
         let system = Daemon::start(&mut unshare, log)?;
         let mut container = Container {
             system,
@@ -156,9 +134,10 @@ impl Container {
             scratch,
         };
         container.wait_for_boot()?;
-        let now = KernelSettings::read()?;
-        ensure!(now == settings, "{settings:?} of the kernel became {now:?}");
-        container.expect_no_capabilities()?;
+        settings.expect_unchanged()?;
+        let of_init = fs::read_to_string(format!("/proc/{}/status", container.init));
+        expect_dropped(&of_init.context("reading a status")?)?;
+        expect_dropped(&container.root("cat /proc/self/status")?)?;
         container.root(&format!("useradd --create-home --shell /bin/bash {USER}"))?;
         Ok(container)
     }
@@ -196,22 +175,6 @@ impl Container {
             failed.output,
             self.system.log()
         )
-    }
-
-    /// Neither systemd nor a command of a user can get one of [`WITHOUT`].
-    fn expect_no_capabilities(&self) -> Result<()> {
-        let of_init = fs::read_to_string(format!("/proc/{}/status", self.init));
-        let of_command = self.root("cat /proc/self/status")?;
-        for status in [of_init.context("reading a status")?, of_command] {
-            let bounds = { status.lines() }.find_map(|line| line.strip_prefix("CapBnd:\t"));
-            let bounds = bounds.context("a status has a bounding set")?;
-            let set = u64::from_str_radix(bounds, 16).context("a bounding set")?;
-            ensure!(
-                set & WITHOUT_BITS == 0,
-                "the system has capabilities of {WITHOUT}: {bounds}"
-            );
-        }
-        Ok(())
     }
 
     /// The root folder, with what is mounted there.
@@ -280,7 +243,7 @@ impl Container {
             "--",
             "setpriv",
             "--bounding-set",
-            WITHOUT,
+            DROPPED_CAPABILITIES,
         ]);
         nsenter.args(["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]);
         nsenter

@@ -66,6 +66,7 @@ const FOLLOWED: [(&str, &[&str]); 6] = [
             "The image of the executor",
             "The image of llama-server",
             "The device plugin",
+            "With kustomize",
             "With Helm",
         ],
     ),

@@ -25,8 +25,8 @@ use crate::ollama;
 use crate::test_run::TestRun;
 
 /// The image of llama-server in `pod.yaml`, and that of Ollama on the page: of registries.
-const LLAMA_OF_PAGE: &str = "ghcr.io/ggml-org/llama.cpp:server-b11236";
-const OLLAMA_OF_PAGE: &str = "ollama/ollama:0.34.4";
+const PUBLISHED_LLAMA: &str = "ghcr.io/ggml-org/llama.cpp:server-b11236";
+const PUBLISHED_OLLAMA: &str = "ollama/ollama:0.34.4";
 
 /// The page's repository of our image, and that of the node.
 const REGISTRY: &str = "registry.example.org/ggml-vgpu";
@@ -65,102 +65,37 @@ const RESOURCES: [(&str, &str); 3] = [
 /// The slices of 1 GiB of a node, which are the memory of the executor's container or a little less.
 const SLICES: std::ops::RangeInclusive<u64> = 11..=12;
 
+/// The DaemonSets.
+const EXECUTOR: &str = "vgpu";
+const PLUGIN: &str = "vgpu-device-plugin";
+
 /// `vgpu` in the container of the executor, with a command of the control socket.
 const VGPU: &str = "kubectl exec --namespace kube-system daemonset/vgpu -- vgpu";
 const CONTROL: &str = "--control=/run/vgpu-node/control.sock";
 
 pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
-    let mut guide = Guide::open(PAGE, &["The device plugin", "With Helm"])?;
-    let logs = workspace::reports().join("documentation-kubernetes");
-    let cluster = Cluster::start(tests.cache, &logs)?;
-    cluster.load(&images.executor)?;
-    load_programs(tests, &cluster)?;
-    let node = Node { cluster };
-
-    let own_image = format!("image: ggml-vgpu:{}", images.tag);
-    let own_image = ("image: ggml-vgpu:0.1.0", own_image.as_str());
-    node.write("executor", &[&RESOURCES[..], &[own_image]].concat())?;
-    node.write("device-plugin", &[own_image])?;
-    let of_pod = [(LLAMA_OF_PAGE, LLAMA.name), (MODELS[0], MODELS[1])];
-    let pod = node.write("pod", &of_pod)?;
-    let on_cpu = node.on_cpu("llama-server", &pod, |node, pod| node.complete(pod))?;
+    let mut guide = Guide::open(PAGE, &["The device plugin", "With kustomize", "With Helm"])?;
+    let node = Node::start(tests, images)?;
     let ollama = ollama_of_page()?;
     let ollama_on_cpu = node.on_cpu("ollama", &ollama, |node, pod| node.generate(pod))?;
 
-    // The commands of the page. The pod waits for the resources of the node.
+    // The pod waits for the resources of the node.
     node.run(&guide.take_with("kubectl apply", &[("NAME", "node")])?)?;
-    let expect_text = |when: &str| -> Result<()> {
-        let before = graphs_in(&node.status()?, GUEST)?;
-        let text = node.complete("llama-server")?;
-        ensure!(text == on_cpu, "{text:?} {when}, but {on_cpu:?} on the CPU");
-        let graphs = graphs_in(&node.status()?, GUEST)?.saturating_sub(before);
-        ensure!(
-            graphs >= TOKENS,
-            "{when}: {graphs} graphs for {TOKENS} tokens"
-        );
-        Ok(())
-    };
-    node.cluster
-        .await_that("kubectl wait --for=condition=Ready pod/llama-server --timeout=5s")?;
-    expect_text("in the pod")?;
-    let quota = node.guest()?.context("no guest of the pod")?["quota"].clone();
-    ensure!(quota == 8_u64 << 30, "the quota is {quota}");
-    node.expect_seats("32")?;
+    node.expect_text("in the pod")?;
     let slices = node.allocatable("vgpu.dev/memory")?;
     ensure!(
         SLICES.contains(&slices),
         "the node has {slices} slices of 1 GiB"
     );
+    node.run("[ \"$(find /run/vgpu-node/pods -name vgpu.sock | wc -l)\" = 1 ]")?;
 
-    // More than the node has.
-    let large = pod.replace("vgpu.dev/memory: 8}", "vgpu.dev/memory: 1000}");
-    let large = large.replace("name: llama-server\nspec", "name: large\nspec");
-    ensure!(large.contains("1000") && large.contains("large"), "{large}");
-    node.apply("large", &large)?;
-    node.cluster.await_that(
-        "kubectl get events --field-selector involvedObject.name=large | \
-         grep 'Insufficient vgpu.dev/memory'",
-    )?;
-    node.run("kubectl delete pod large")?;
-
-    // A kubelet that starts again keeps the container, and has the devices again.
-    let restarts = "kubectl get pod llama-server -o \
-                    jsonpath='{.status.containerStatuses[0].restartCount}'";
-    ensure!(
-        node.run(restarts)? == "0",
-        "the container was started again"
-    );
-    node.run("pkill --full '^/srv/kubernetes kubelet '")?;
-    node.cluster.await_that(
-        "curl --insecure --silent --fail --max-time 5 https://192.0.2.1:10250/healthz && \
-         [ \"$(kubectl logs --namespace kube-system daemonset/vgpu-device-plugin | \
-         grep -c 'registered with the kubelet')\" = 2 ]",
-    )?;
-    node.expect_seats("32")?;
-    expect_text("with the next kubelet")?;
-    ensure!(
-        node.run(restarts)? == "0",
-        "the kubelet has ended the container"
-    );
-
-    // No new pods while the executor drains.
-    node.run(&format!("timeout 5 {VGPU} drain {CONTROL} || [ $? = 124 ]"))?;
-    node.expect_seats("0")?;
-    node.run(&format!("{VGPU} drain --undo {CONTROL}"))?;
-    node.expect_seats("32")?;
-
-    // The next executor, and the next device plugin.
-    node.run("kubectl delete pod --namespace kube-system --selector app=vgpu")?;
-    node.run("kubectl delete pod --namespace kube-system --selector app=vgpu-device-plugin")?;
-    node.await_rollouts(["vgpu", "vgpu-device-plugin"])?;
-    node.expect_seats("32")?;
-    node.await_guest(true)?;
-    expect_text("with the next executor")?;
-
-    node.run("kubectl delete pod llama-server")?;
-    node.await_guest(false)?;
-    node.cluster
-        .await_that("[ -z \"$(find /run/vgpu-node/pods -name vgpu.sock)\" ]")?;
+    too_much_memory(&node)?;
+    next_kubelet(&node)?;
+    drain(&node)?;
+    next_device_plugin(&node)?;
+    next_executor(&node)?;
+    node.end_pod("llama-server")?;
+    node.run("[ \"$(find /run/vgpu-node/pods -name vgpu.sock | wc -l)\" = 0 ]")?;
 
     // Ollama, which needs no line but the resources.
     node.apply("ollama", &ollama)?;
@@ -175,55 +110,123 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
     ensure!(graphs > 0, "the executor has computed nothing for Ollama");
     node.run("kubectl delete pod ollama --now")?;
 
-    // Other ways to the same.
-    let with_pod = |when: &str| -> Result<()> {
-        node.await_rollouts(["vgpu", "vgpu-device-plugin"])?;
-        node.expect_seats("32")?;
-        node.apply("pod", &pod)?;
-        expect_text(when)?;
-        node.run("kubectl delete pod llama-server --now")?;
-        node.await_guest(false)
-    };
     node.run("kubectl delete -f executor.yaml -f device-plugin.yaml")?;
     node.expect_seats("0")?;
-    node.copy_deploy()?;
-    node.apply_overlay(&images.tag)?;
-    with_pod("with kustomize")?;
-    node.run("kubectl delete --kustomize overlay")?;
-    node.expect_seats("0")?;
-    by_helm(tests, &node, &mut guide, &images.tag, || {
-        with_pod("with Helm")
-    })?;
+    by_kustomize(&node, &mut guide, &images.tag)?;
+    by_helm(tests, &node, &mut guide, &images.tag)?;
     guide.finish()?;
     Ok("llama-server and Ollama in pods, each with the text of the CPU".to_owned())
 }
 
-/// Installs the chart for GPU nodes and for others with the commands of the page. `with_pod` looks
-/// at the first.
-fn by_helm(
-    tests: &TestRun<'_>,
-    node: &Node,
-    guide: &mut Guide,
-    tag: &str,
-    with_pod: impl Fn() -> Result<()>,
-) -> Result<()> {
-    let source = workspace::root().join("tests/helm-cli");
-    let program = packages::helm_command(tests.cache, &source)?;
+/// A pod that asks for more than the node has does not start.
+fn too_much_memory(node: &Node) -> Result<()> {
+    node.apply("large", &node.pod_with("large", 1000)?)?;
+    node.await_event("large", "Insufficient vgpu.dev/memory")?;
+    node.run("kubectl delete pod large").map(drop)
+}
+
+/// A kubelet that starts again keeps the container, and has the devices again.
+fn next_kubelet(node: &Node) -> Result<()> {
+    node.run("pkill --full '^/srv/kubernetes kubelet '")?;
+    node.cluster.await_that(
+        "curl --insecure --silent --fail --max-time 5 https://192.0.2.1:10250/healthz && \
+         [ \"$(kubectl logs --namespace kube-system daemonset/vgpu-device-plugin | \
+         grep -c 'registered with the kubelet')\" -ge 2 ]",
+    )?;
+    node.expect_seats("32")?;
+    node.expect_text("with the next kubelet")?;
+    node.expect_restarts("0")
+}
+
+/// A program that is connected goes on while the executor drains, and no pod comes to the node.
+fn drain(node: &Node) -> Result<()> {
+    // The command waits for the program.
+    node.run(&format!("timeout 5 {VGPU} drain {CONTROL} || [ $? = 124 ]"))?;
+    node.expect_seats("0")?;
+    node.expect_text("while the executor drains")?;
+    node.apply("late", &node.pod_with("late", 1)?)?;
+    node.await_event("late", "Insufficient vgpu.dev/gpu")?;
+    node.run(&format!("{VGPU} drain --undo {CONTROL}"))?;
+    node.expect_seats("32")?;
+    node.run("kubectl delete pod late --now")?;
+    node.await_guest("late", false)
+}
+
+/// A device plugin that starts again removes the guest of a pod that has ended meanwhile, and keeps
+/// that of the other.
+fn next_device_plugin(node: &Node) -> Result<()> {
+    node.apply("short", &node.pod_with("short", 1)?)?;
+    node.await_guest("short", true)?;
+    node.without(PLUGIN, || {
+        node.run("kubectl delete pod short --now")?;
+        let guests = node.status()?["guests"].to_string();
+        ensure!(
+            guests.contains(&guest_of("short")),
+            "who removes guests without a device plugin? {guests}"
+        );
+        Ok(())
+    })?;
+    node.expect_seats("32")?;
+    node.await_guest("short", false)?;
+    node.expect_text("with the next device plugin")?;
+    node.expect_restarts("0")
+}
+
+/// The executor that starts again has the guest of the pod with its quota.
+fn next_executor(node: &Node) -> Result<()> {
+    let quota = node.quota()?;
+    ensure!(quota == 8 << 30, "the quota is {quota}");
+    node.without(EXECUTOR, || node.expect_seats("0"))?;
+    node.expect_seats("32")?;
+    node.await_guest("llama-server", true)?;
+    let again = node.quota()?;
+    ensure!(again == quota, "the quota was {quota}, and is {again}");
+    node.expect_text("with the next executor")
+}
+
+/// Applies the page's overlay, with a patch for this machine.
+fn by_kustomize(node: &Node, guide: &mut Guide, tag: &str) -> Result<()> {
+    node.copy_deploy()?;
+    let text = block_of_page("With kustomize", REGISTRY)?;
+    let text = text.replace(REGISTRY, REPOSITORY);
+    let text = text.replace("newTag: 0.1.0", &format!("newTag: {tag}"));
+    let requests = json!([{
+        "op": "replace",
+        "path": "/spec/template/spec/containers/0/resources/requests",
+        "value": {"cpu": "100m", "memory": "256Mi"},
+    }]);
+    let patches = json!([{
+        "target": {"kind": "DaemonSet", "name": EXECUTOR}, "patch": requests.to_string(),
+    }]);
+    node.place(
+        "overlay/kustomization",
+        &format!("{text}patches: {patches}\n"),
+    )?;
+    let apply = guide.take("kubectl apply --kustomize")?;
+    node.run(&format!("cd overlay\n{apply}"))?;
+    node.try_pod("with kustomize")?;
+    node.run("kubectl delete --kustomize overlay")?;
+    node.expect_seats("0")
+}
+
+/// Installs the chart for GPU nodes, and for others, with the commands of the page.
+fn by_helm(tests: &TestRun<'_>, node: &Node, guide: &mut Guide, tag: &str) -> Result<()> {
+    let program = packages::helm_cli(tests.cache, &workspace::root().join("tests/helm-cli"))?;
     let to = node.cluster.files().join("usr/local/bin/helm");
     fs::copy(program, to).context("copying a program")?;
+    let in_clone = |lines: &str| node.run(&format!("cd overlay/ggml-vgpu\n{lines}"));
 
     // Less than the values of the chart, for this machine.
     let requests = "executor.resources.requests.cpu=100m,executor.resources.requests.memory=256Mi";
-    let image = format!("image.repository={REPOSITORY},image.tag={tag},{requests}");
-    let of_page = &format!("image.repository={REGISTRY}");
-    let names = [("NAME", "node"), (of_page, image.as_str())];
-    let in_clone = |lines: &str| node.run(&format!("cd overlay/ggml-vgpu\n{lines}"));
+    let values = format!("image.repository={REPOSITORY},image.tag={tag},{requests}");
+    let published = format!("image.repository={REGISTRY}");
+    let names = [("NAME", "node"), (published.as_str(), values.as_str())];
     in_clone(&guide.take_with("helm install vgpu deploy", &names)?)?;
-    with_pod()?;
+    node.try_pod("with Helm")?;
 
-    let less = "executor.resources.limits.memory=12Gi,executor.memory=10G";
-    let image = format!("{image},{less}");
-    let names = [("NAME", "node"), (of_page, image.as_str())];
+    let limits = "executor.resources.limits.memory=12Gi,executor.memory=10G";
+    let values = format!("{values},{limits}");
+    let names = [("NAME", "node"), (published.as_str(), values.as_str())];
     let for_cpu = guide.take_with("helm install vgpu-cpu", &names)?;
 
     let values = format!(
@@ -232,12 +235,14 @@ fn by_helm(
     );
     let file = "root/overlay/ggml-vgpu/values.yaml";
     fs::write(node.cluster.files().join(file), values).context("writing values")?;
-    let upgrade = guide.take("helm upgrade vgpu")?;
-    let (upgrade, uninstall) = upgrade.split_once('\n').context("two commands")?;
+    let block = guide.take("helm upgrade vgpu")?;
+    let (upgrade, uninstall) = block.split_once('\n').context("two commands")?;
     in_clone(upgrade)?;
-    node.await_rollouts(["vgpu", "vgpu-device-plugin"])?;
-    let of_executor = "kubectl get daemonset vgpu --namespace kube-system --output yaml";
-    in_clone(&format!("{of_executor} | grep -e '--max-guests=17'"))?;
+    node.await_rollouts([EXECUTOR, PLUGIN])?;
+    node.run(&format!(
+        "kubectl get daemonset {EXECUTOR} --namespace kube-system --output yaml | \
+         grep -e '--max-guests=17'"
+    ))?;
     in_clone(uninstall)?;
     node.expect_seats("0")?;
 
@@ -250,13 +255,15 @@ fn by_helm(
     Ok(())
 }
 
-/// The executor's name of the container of `pod.yaml`.
-const GUEST: &str = "default.llama-server.llama-server";
+/// The executor's name of the container of `pod.yaml` in a pod.
+fn guest_of(pod: &str) -> String {
+    format!("default.{pod}.llama-server")
+}
 
 /// The page's pod of Ollama.
 fn ollama_of_page() -> Result<String> {
-    let text = block_of_page("Ollama in a container", OLLAMA_OF_PAGE)?;
-    let containers = text.replace(OLLAMA_OF_PAGE, OLLAMA.name);
+    let text = block_of_page("Ollama in a container", PUBLISHED_OLLAMA)?;
+    let containers = text.replace(PUBLISHED_OLLAMA, OLLAMA.name);
     let containers = containers.replace('\n', "\n  ");
     Ok(format!(
         "apiVersion: v1\nkind: Pod\nmetadata:\n  name: ollama\nspec:\n  {}\n",
@@ -299,9 +306,34 @@ fn load_programs(tests: &TestRun<'_>, cluster: &Cluster) -> Result<()> {
 /// The node of a cluster with the manifests.
 struct Node {
     cluster: Cluster,
+    /// `pod.yaml` with the image of the test.
+    pod: String,
+    /// What its program generates without the executor.
+    text: String,
 }
 
 impl Node {
+    /// Starts a cluster, loads the images, and writes the manifests into the home folder.
+    fn start(tests: &TestRun<'_>, images: &Images) -> Result<Node> {
+        let logs = workspace::reports().join("documentation-kubernetes");
+        let cluster = Cluster::start(tests.cache, &logs)?;
+        cluster.load(&images.executor)?;
+        load_programs(tests, &cluster)?;
+        let mut node = Node {
+            cluster,
+            pod: String::new(),
+            text: String::new(),
+        };
+        let image = format!("image: ggml-vgpu:{}", images.tag);
+        let image = ("image: ggml-vgpu:0.1.0", image.as_str());
+        node.write("executor", &[&RESOURCES[..], &[image]].concat())?;
+        node.write("device-plugin", &[image])?;
+        let of_pod = [(PUBLISHED_LLAMA, LLAMA.name), (MODELS[0], MODELS[1])];
+        node.pod = node.write("pod", &of_pod)?;
+        node.text = node.on_cpu("llama-server", &node.pod, |node, pod| node.complete(pod))?;
+        Ok(node)
+    }
+
     fn run(&self, lines: &str) -> Result<String> {
         self.cluster.run(&format!("cd /root\n{lines}"))
     }
@@ -383,20 +415,105 @@ impl Node {
         serde_json::from_str(&said).with_context(|| format!("vgpu ps: {said}"))
     }
 
-    /// The container of `pod.yaml` as a guest.
-    fn guest(&self) -> Result<Option<Value>> {
-        let mut status = self.status()?;
-        let guests = status["guests"].as_array_mut().context("no guests")?;
-        let found = guests.iter_mut().find(|one| one["name"] == GUEST);
-        Ok(found.map(Value::take))
+    /// The quota of the container of `pod.yaml`.
+    fn quota(&self) -> Result<u64> {
+        let status = self.status()?;
+        let guests = status["guests"].as_array().context("no guests")?;
+        let guest = { guests.iter() }.find(|one| one["name"] == guest_of("llama-server"));
+        let quota = guest.and_then(|guest| guest["quota"].as_u64());
+        quota.with_context(|| format!("no quota of the pod in {status}"))
     }
 
-    /// Waits until that guest is there, or is not.
-    fn await_guest(&self, is_there: bool) -> Result<()> {
+    /// Waits until the executor has the guest of a pod, or has it no more.
+    fn await_guest(&self, pod: &str, is_there: bool) -> Result<()> {
         let not = if is_there { "" } else { "! " };
         self.cluster.await_that(&format!(
-            "status=$({VGPU} ps --json {CONTROL}) && {not}echo \"$status\" | grep '\"{GUEST}\"'"
+            "status=$({VGPU} ps --json {CONTROL}) && {not}echo \"$status\" | grep '\"{}\"'",
+            guest_of(pod)
         ))
+    }
+
+    /// The program of `pod.yaml` generates its text, and the executor has computed it.
+    fn expect_text(&self, when: &str) -> Result<()> {
+        // The program has a session before the graphs are counted.
+        self.url("llama-server", PORT, "/health")?;
+        let guest = guest_of("llama-server");
+        let before = graphs_in(&self.status()?, &guest)?;
+        let text = self.complete("llama-server")?;
+        ensure!(
+            text == self.text,
+            "{text:?} {when}, but {:?} on the CPU",
+            self.text
+        );
+        let graphs = graphs_in(&self.status()?, &guest)?.saturating_sub(before);
+        ensure!(
+            graphs >= TOKENS,
+            "{when}: {graphs} graphs for {TOKENS} tokens"
+        );
+        Ok(())
+    }
+
+    /// So often the kubelet has started the program of `pod.yaml` again.
+    fn expect_restarts(&self, restarts: &str) -> Result<()> {
+        let said = self.run(
+            "kubectl get pod llama-server -o \
+             jsonpath='{.status.containerStatuses[0].restartCount}'",
+        )?;
+        ensure!(
+            said == restarts,
+            "the container was started {said} times again"
+        );
+        Ok(())
+    }
+
+    /// `pod.yaml` as another pod, with so many slices.
+    fn pod_with(&self, name: &str, slices: u32) -> Result<String> {
+        let own = ["metadata:\n  name: llama-server\n", "vgpu.dev/memory: 8}"];
+        ensure!(own.iter().all(|own| self.pod.contains(own)), "{}", self.pod);
+        let named = self
+            .pod
+            .replace(own[0], &format!("metadata:\n  name: {name}\n"));
+        Ok(named.replace(own[1], &format!("vgpu.dev/memory: {slices}}}")))
+    }
+
+    /// Deletes a pod, and waits until the executor has its guest no more.
+    fn end_pod(&self, pod: &str) -> Result<()> {
+        self.run(&format!("kubectl delete pod {pod} --now"))?;
+        self.await_guest(pod, false)
+    }
+
+    /// The DaemonSets are there, and `pod.yaml` runs with them.
+    fn try_pod(&self, when: &str) -> Result<()> {
+        self.await_rollouts([EXECUTOR, PLUGIN])?;
+        self.expect_seats("32")?;
+        self.apply("pod", &self.pod)?;
+        self.expect_text(when)?;
+        self.end_pod("llama-server")
+    }
+
+    /// Waits for an event of a pod with these words.
+    fn await_event(&self, pod: &str, words: &str) -> Result<()> {
+        self.cluster.await_that(&format!(
+            "kubectl get events --field-selector involvedObject.name={pod} | grep '{words}'"
+        ))
+    }
+
+    /// Takes the pods of a DaemonSet from the node, does something, and gives the node new ones.
+    fn without(&self, daemonset: &str, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
+        let select = |value: &str| {
+            let patch = json!({"spec": {"template": {"spec": {"nodeSelector": {"vgpu": value}}}}});
+            self.run(&format!(
+                "kubectl patch daemonset {daemonset} --namespace kube-system --patch '{patch}'"
+            ))
+        };
+        select("elsewhere")?;
+        self.cluster.await_that(&format!(
+            "pods=$(kubectl get pods --namespace kube-system --selector app={daemonset} \
+             --output name) && [ -z \"$pods\" ]"
+        ))?;
+        meanwhile()?;
+        select("true")?;
+        self.await_rollouts([EXECUTOR, PLUGIN])
     }
 
     /// Waits until the node offers so many seats.
@@ -425,27 +542,6 @@ impl Node {
         let from = workspace::root().join("deploy/kubernetes");
         let mut cp = Command::new("cp");
         process::output(cp.arg("--recursive").arg(from).arg(to)).map(drop)
-    }
-
-    /// Applies the page's overlay for kustomize, with a patch for this machine.
-    fn apply_overlay(&self, tag: &str) -> Result<()> {
-        let text = block_of_page("With kustomize", REGISTRY)?;
-        let text = text.replace(REGISTRY, REPOSITORY);
-        let text = text.replace("newTag: 0.1.0", &format!("newTag: {tag}"));
-        let requests = json!([{
-            "op": "replace",
-            "path": "/spec/template/spec/containers/0/resources/requests",
-            "value": {"cpu": "100m", "memory": "256Mi"},
-        }]);
-        let patches = json!([{
-            "target": {"kind": "DaemonSet", "name": "vgpu"}, "patch": requests.to_string(),
-        }]);
-        self.place(
-            "overlay/kustomization",
-            &format!("{text}patches: {patches}\n"),
-        )?;
-        self.run("cd overlay && kubectl apply --kustomize .")
-            .map(drop)
     }
 
     /// Waits until all pods of DaemonSets are those of their present templates, and ready.

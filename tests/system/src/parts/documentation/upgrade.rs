@@ -79,6 +79,11 @@ pub(super) fn follow(
     container.await_that(&format!("! kill -0 {runner}"))?;
     expect_text("with the plugin of the previous release")?;
     expect_protocol(&container, PROTOCOLS[0])?;
+    // The drop-in of the previous release installs no plugin.
+    container.root("systemctl restart ollama")?;
+    container.await_that(ANSWERS)?;
+    expect_text("with Ollama started again")?;
+    expect_protocol(&container, PROTOCOLS[0])?;
     let said = container.root("vgpu doctor || :")?;
     ensure!(said.contains(OUTDATED), "no {OUTDATED:?} in\n{said}");
 
