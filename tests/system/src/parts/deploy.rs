@@ -1,6 +1,7 @@
 //! The files in `deploy/`, each checked by its validator if this machine has it. The part `vm`
 //! tests the units, the users and the udev rule.
 
+mod browser;
 mod chart;
 mod libvirt;
 mod yaml;
@@ -101,6 +102,11 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         run(&["test", "rules", "alerts_test.yml"]).map(|_| "promtool".into())
     });
     if tests.options.full {
+        if let Some(dist) = &dist {
+            tests.check("the status page in Chromium", |tests, _| {
+                browser::check(tests, dist)
+            });
+        }
         tests.check("monitoring/grafana-dashboard.json", |tests, _| {
             packages::prometheus(tests.cache)?;
             let test = ["test", "-p", "vgpu", "--test", "monitoring_files"];

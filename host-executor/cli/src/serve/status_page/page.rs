@@ -232,6 +232,7 @@ fn legend(series: &[Series<'_>], guests: usize) -> String {
     });
     let rest = match guests - series.len() {
         0 => String::new(),
+        1 => "<li>not shown: a guest that has used the engine less</li>".to_owned(),
         rest => format!("<li>not shown: {rest} guests that have used the engine less</li>"),
     };
     format!(

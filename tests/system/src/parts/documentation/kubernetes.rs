@@ -231,7 +231,7 @@ fn by_helm(tests: &TestRun<'_>, node: &Node, guide: &mut Guide, tag: &str) -> Re
 
     let values = format!(
         "image: {{repository: {REPOSITORY}, tag: {tag}}}\n\
-         executor:\n  maxGuests: 17\n  resources: {{requests: {{cpu: 100m, memory: 256Mi}}}}\n"
+         executor:\n  maxGuests: 96\n  resources: {{requests: {{cpu: 100m, memory: 256Mi}}}}\n"
     );
     let file = "root/overlay/ggml-vgpu/values.yaml";
     fs::write(node.cluster.files().join(file), values).context("writing values")?;
@@ -241,7 +241,7 @@ fn by_helm(tests: &TestRun<'_>, node: &Node, guide: &mut Guide, tag: &str) -> Re
     node.await_rollouts([EXECUTOR, PLUGIN])?;
     node.run(&format!(
         "kubectl get daemonset {EXECUTOR} --namespace kube-system --output yaml | \
-         grep -e '--max-guests=17'"
+         grep -e '--max-guests=96'"
     ))?;
     in_clone(uninstall)?;
     node.expect_seats("0")?;
