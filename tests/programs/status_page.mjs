@@ -1,8 +1,9 @@
 // Looks at the status page in Chromium as a person would, with puppeteer-core in the folder
 // PUPPETEER.
 //
-// Usage: node status_page.mjs CHROMIUM URL FOLDER. Writes screenshots into FOLDER, prints one line
-// of JSON with what it has seen, and ends after a line on its input: meanwhile the executor may end.
+// Usage: node status_page.mjs CHROMIUM URL FOLDER. Writes screenshots into FOLDER, and prints what
+// it has seen as one line of JSON. After a line on its input, for which the executor has ended, it
+// prints what the page says then.
 import { createInterface } from "node:readline/promises";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";

@@ -61,8 +61,8 @@ const VERSIONS: [Version; 2] = [
     },
 ];
 
-/// The smallest limit of a group of version 1 that is none: the largest multiple of a page of 64 KiB
-/// in 63 bits.
+/// The smallest limit of a group of version 1 that is none: the largest multiple of a page of
+/// 64 KiB in 63 bits.
 const NO_LIMIT: u64 = (i64::MAX as u64) & !0xffff;
 
 impl Version {
@@ -239,8 +239,8 @@ pub(super) mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Mounts of a machine with version 2, of one with both, where the controllers of version 1 have
-    /// mounts, and of a container there.
+    /// Mounts of a machine with version 2, of one with both, where the controllers of version 1
+    /// have mounts, and of a container there.
     const MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n";
     const BOTH: &str = "\
         31 23 0:28 / /sys/fs/cgroup ro - tmpfs tmpfs rw,mode=755\n\

@@ -129,8 +129,8 @@ pub fn kubelet_standin(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     go_program(cache, "kubelet-standin-0.34.2", "kubelet-standin", folder)
 }
 
-/// The path of a program that is the control plane, the kubelet and kubectl of a Kubernetes cluster.
-/// The source is in `folder`.
+/// The path of a program that is the control plane, the kubelet and kubectl of a Kubernetes
+/// cluster. The source is in `folder`.
 ///
 /// # Errors
 /// If Go is missing and cannot be installed, or the build fails.

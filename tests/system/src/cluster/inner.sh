@@ -51,8 +51,8 @@ until kubectl get --raw /readyz > /dev/null 2>&1; do
     sleep 1
 done
 config=/root/.kube/config
-kube-controller-manager --kubeconfig $config --leader-elect=false --root-ca-file certs/apiserver.crt \
-    --service-account-private-key-file account.key > /var/log/controller-manager 2>&1 &
+kube-controller-manager --kubeconfig $config --leader-elect=false \
+    --root-ca-file certs/apiserver.crt --service-account-private-key-file account.key > /var/log/controller-manager 2>&1 &
 kube-scheduler --kubeconfig $config --leader-elect=false > /var/log/scheduler 2>&1 &
 
 # Images are not removed and pods not evicted when the disk of this machine is nearly full.
@@ -64,7 +64,8 @@ failSwapOn: false
 containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
 authorization: {mode: AlwaysAllow}
-evictionHard: {memory.available: 1Mi, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
+evictionHard:
+  {memory.available: 1Mi, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
 imageGCHighThresholdPercent: 100
 resolvConf: ""
 END

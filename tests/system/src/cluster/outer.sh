@@ -1,7 +1,8 @@
-# Runs as root in a mount namespace of its own. $1 is a folder with the file system root, $2 the name
-# of control groups that do not exist yet, $3 what setpriv does to the bounding set of capabilities,
-# $4 the folder of the logs. Makes namespaces with root as the root folder, and becomes /srv/inner.sh
-# there. The control groups are below those of this process, whose limits hold.
+# Runs as root in a mount namespace of its own. $1 is a folder with the file system root, $2 the
+# name of control groups that do not exist yet, $3 what setpriv does to the bounding set of
+# capabilities, $4 the folder of the logs. Makes namespaces with root as the root folder, and
+# becomes /srv/inner.sh there. The control groups are below those of this process, whose limits
+# hold.
 set -eu
 root=$1/root capabilities=$3
 mount --make-rprivate /
@@ -103,7 +104,7 @@ cd "$root"
 pivot_root . mnt
 # The kubelet passes mounts on to containers.
 mount --make-rshared /
+enter="umount --lazy /mnt && exec setpriv --bounding-set \"\$0\" sh -eu /srv/inner.sh"
 exec env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
-    chroot . sh -c "umount --lazy /mnt && exec setpriv --bounding-set \"\$0\" sh -eu /srv/inner.sh" \
-    "$capabilities"
+    chroot . sh -c "$enter" "$capabilities"
 '

@@ -126,7 +126,8 @@ fn one(chart: &Chart, series: &[Series<'_>]) -> String {
     let label = escaped(&format!("{title} in the last ten minutes. {said}"));
     let (title, most) = (escaped(title), escaped(&text(most)));
     format!(
-        "<figure id=\"chart-{id}\"><figcaption>{title}</figcaption>\
+        "<figure id=\"chart-{id}\" aria-labelledby=\"title-{id}\">\
+         <figcaption id=\"title-{id}\">{title}</figcaption>\
          <span class=\"most\">{most}</span>\
          <svg class=\"chart\" role=\"img\" aria-label=\"{label}\" \
          viewBox=\"0 0 {WIDTH} {HEIGHT}\" preserveAspectRatio=\"none\">\

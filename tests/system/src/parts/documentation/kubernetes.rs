@@ -62,7 +62,7 @@ const RESOURCES: [(&str, &str); 3] = [
     ("memory: 64Gi", "memory: 12Gi"),
 ];
 
-/// The slices of 1 GiB of a node, which are the memory of the executor's container or a little less.
+/// The slices of 1 GiB of a node: the memory of the executor's container, or a little less.
 const SLICES: std::ops::RangeInclusive<u64> = 11..=12;
 
 /// The DaemonSets.
