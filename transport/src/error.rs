@@ -118,6 +118,8 @@ pub enum LinkViolation {
     RequestOrder { number: u64, last: u64 },
     #[error("request {number} retired after request {last}")]
     RetirementOrder { number: u64, last: u64 },
+    #[error("the first message has {bytes} bytes, the limit is {limit}")]
+    FirstFrame { bytes: usize, limit: usize },
     #[error("a frame of kind {kind}: the peer is not vgpu, or only one side uses TLS")]
     FrameKind { kind: u32 },
     #[error("a {kind} frame with a message of {message} bytes and a payload of {payload} bytes")]

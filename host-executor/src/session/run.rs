@@ -11,7 +11,7 @@ use vgpu_engine::panic_message;
 use vgpu_transport::link::{HostEnd, LinkError};
 #[cfg(feature = "server")]
 use vgpu_transport::wire::DeviceIndex;
-use vgpu_transport::wire::{ProtocolVersion, Reply, Request};
+use vgpu_transport::wire::{MAX_FIRST_MESSAGE, ProtocolVersion, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted};
 use super::end_check::EndCheck;
@@ -61,6 +61,7 @@ pub(crate) fn receive_first(
     stop: &StopFlag,
 ) -> Result<FirstRequest, SessionEnd> {
     let connected = Instant::now();
+    link.limit_first(MAX_FIRST_MESSAGE);
     let mut message = Vec::new();
     loop {
         if let Some(end) = SessionEnd::asked_by(stop) {

@@ -149,6 +149,13 @@ pub trait HostEnd: Send {
         drop(is_cancelled);
     }
 
+    /// The guest's first request has at most `bytes`, its payload included, and until that request
+    /// is received the end holds about as many of the guest: it may be anybody who can connect. On
+    /// a link with a window, where requests lie in the window, this is ignored.
+    fn limit_first(&mut self, bytes: usize) {
+        let _ = bytes;
+    }
+
     /// Waits up to `timeout` for the guest's next request and appends it to `message`. `None` when
     /// no request has arrived. The call [retires](HostEnd::retire) the request before.
     ///

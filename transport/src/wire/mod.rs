@@ -15,7 +15,7 @@ use std::fmt;
 
 use crate::ir::{BufferId, Capabilities, DecodeError};
 
-pub use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
+pub use crate::limits::{MAX_FIRST_MESSAGE, MAX_MESSAGE, MAX_PAYLOAD};
 pub use version::{Offer, ProtocolVersion, VersionMismatch, VersionNotOffered, VersionRange};
 
 /// The maximum size of a graph image, in bytes.

@@ -42,6 +42,9 @@ const MAX_FRAMES: usize = 256;
 /// The number of unsent bytes at which a sender waits.
 pub(super) const HIGH_WATER: usize = 8 << 20;
 
+/// The memory of a host's end for outgoing bytes: those at which a sender waits, and one frame.
+const MAX_OUT: usize = HIGH_WATER + HEADER + MAX_MESSAGE + MAX_PAYLOAD;
+
 /// The maximum time of one wait. After it, a link checks whether the peer is alive.
 pub(super) const POLL_PERIOD: Duration = Duration::from_millis(200);
 
@@ -141,6 +144,18 @@ struct Partial {
     bytes: Vec<u8>,
 }
 
+impl Partial {
+    /// Makes room for `bytes` more of the payload. The memory doubles up to the size of the frame.
+    fn make_room(&mut self, bytes: usize) {
+        let wanted = self.bytes.len() + bytes;
+        if wanted > self.bytes.capacity() {
+            let doubled = (2 * self.bytes.capacity()).min(self.len);
+            let all = wanted.max(doubled);
+            self.bytes.reserve_exact(all - self.bytes.len());
+        }
+    }
+}
+
 /// Both directions of a link over a channel.
 pub(super) struct Framing {
     channel: Box<dyn Channel>,
@@ -168,6 +183,8 @@ pub(super) struct Framing {
     is_heard: bool,
     /// Whether a thread waits for bytes of the peer, and reads them itself.
     pub(super) is_awaited: bool,
+    /// The bytes of the first frame at most, until that frame is consumed.
+    first_limit: Option<usize>,
     /// Whether the peer has sent a heartbeat.
     has_heartbeat: bool,
     /// The time without bytes of a peer that has a heartbeat.
@@ -198,11 +215,18 @@ impl Framing {
             activity: false,
             is_heard: false,
             is_awaited: false,
+            first_limit: None,
             has_heartbeat: false,
             still: StillTime::new(),
             error: None,
-            chunk: vec![0; CHUNK],
+            chunk: Vec::new(),
         }
+    }
+
+    /// The first frame with a message has at most `bytes`, and as long as it is not consumed, no
+    /// more is held of the frames behind it.
+    pub(super) fn limit_first(&mut self, bytes: usize) {
+        self.first_limit = Some(bytes);
     }
 
     /// What this end has sent and received, for other threads.
@@ -263,7 +287,10 @@ impl Framing {
 
     /// Whether this end takes further bytes of the peer.
     fn reads(&self) -> bool {
-        self.received < self.side.max_received() && self.frames.len() < MAX_FRAMES
+        match self.first_limit {
+            Some(_) => self.frames.is_empty(),
+            None => self.received < self.side.max_received() && self.frames.len() < MAX_FRAMES,
+        }
     }
 
     /// The number of outgoing bytes that the socket has not accepted.
@@ -275,6 +302,7 @@ impl Framing {
     pub(super) fn take_frame(&mut self) -> Option<Frame> {
         let frame = self.frames.pop_front()?;
         self.received -= frame.size();
+        self.first_limit = None;
         Some(frame)
     }
 
@@ -311,6 +339,7 @@ impl Framing {
             self.out.clear();
             self.sent = 0;
         }
+        self.make_room(HEADER + message.len() + payload);
         for word in [kind as u32, message.len() as u32, payload as u32, 0] {
             self.out.extend_from_slice(&word.to_le_bytes());
         }
@@ -320,6 +349,20 @@ impl Framing {
         self.out.resize(start + payload, 0);
         fill(&mut self.out[start..]);
         self.figures.queued(self.unsent());
+    }
+
+    /// Makes room for `bytes` behind the outgoing ones. A vector that doubles would have up to
+    /// twice the memory of [`MAX_OUT`].
+    fn make_room(&mut self, bytes: usize) {
+        if self.out.capacity() - self.out.len() >= bytes {
+            return;
+        }
+        self.out.drain(..self.sent);
+        self.sent = 0;
+        let wanted = self.out.len() + bytes;
+        let doubled = (2 * self.out.capacity()).min(MAX_OUT);
+        let all = wanted.max(doubled);
+        self.out.reserve_exact(all - self.out.len());
     }
 
     /// Writes and reads as much as possible without blocking.
@@ -375,11 +418,19 @@ impl Framing {
         self.check()?;
         for _ in 0..reads {
             // The limits leave further bytes in the kernel's buffer, and so apply backpressure.
-            if self.received >= self.side.max_received() {
+            let is_full = match self.first_limit {
+                Some(_) => !self.frames.is_empty(),
+                None => self.received >= self.side.max_received(),
+            };
+            if is_full {
                 break;
             }
             let mut chunk = std::mem::take(&mut self.chunk);
-            let got = self.channel.read(&mut chunk);
+            let len = self.chunk_len();
+            if chunk.len() < len {
+                chunk.resize(len, 0);
+            }
+            let got = self.channel.read(&mut chunk[..len]);
             let outcome = match got {
                 // The received bytes are the alert record of a peer that expects TLS.
                 Ok(0) if self.header.starts_with(&[0x15, 0x03]) => {
@@ -412,13 +463,16 @@ impl Framing {
                 self.header.extend_from_slice(&bytes[..wanted]);
                 bytes = &bytes[wanted..];
                 if self.header.len() == HEADER {
-                    self.partial = Some(parse_header(&self.header)?);
+                    let partial = parse_header(&self.header, self.chunk_len())?;
+                    self.check_first(&partial)?;
+                    self.partial = Some(partial);
                     self.begun += 1;
                     self.header.clear();
                 }
                 continue;
             };
             let wanted = (partial.len - partial.bytes.len()).min(bytes.len());
+            partial.make_room(wanted);
             partial.bytes.extend_from_slice(&bytes[..wanted]);
             bytes = &bytes[wanted..];
             if partial.bytes.len() == partial.len
@@ -428,6 +482,22 @@ impl Framing {
             }
         }
         Ok(())
+    }
+
+    /// The size of one read now, in bytes.
+    fn chunk_len(&self) -> usize {
+        self.first_limit.map_or(CHUNK, |limit| limit.min(CHUNK))
+    }
+
+    /// Checks the length of the first frame with a message.
+    fn check_first(&self, partial: &Partial) -> Result<(), LinkError> {
+        match self.first_limit {
+            Some(limit) if partial.len > limit && self.frames.is_empty() => {
+                let bytes = partial.len;
+                Err(LinkViolation::FirstFrame { bytes, limit }.into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Processes a complete frame.
@@ -511,8 +581,8 @@ impl Waiting {
     }
 }
 
-/// Parses and checks the header of a frame.
-fn parse_header(header: &[u8]) -> Result<Partial, LinkError> {
+/// Parses and checks the header of a frame. A buffer of up to `room` bytes is allocated at once.
+fn parse_header(header: &[u8], room: usize) -> Result<Partial, LinkError> {
     let word = |i: usize| {
         header[i * 4..i * 4 + 4]
             .iter()
@@ -543,7 +613,7 @@ fn parse_header(header: &[u8]) -> Result<Partial, LinkError> {
         message,
         len: message + payload,
         // The buffer grows with the received bytes, not with the announced size.
-        bytes: Vec::with_capacity((message + payload).min(CHUNK)),
+        bytes: Vec::with_capacity((message + payload).min(room)),
     })
 }
 

@@ -107,6 +107,10 @@ impl HostEnd for StreamHost {
         &self.certificates
     }
 
+    fn limit_first(&mut self, bytes: usize) {
+        lock(&self.framing).limit_first(bytes);
+    }
+
     fn receive(
         &mut self,
         message: &mut Vec<u8>,
