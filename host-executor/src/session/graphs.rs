@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vgpu_engine::work::{self, LongestNode};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
@@ -32,6 +33,11 @@ const MAX_COMPILATIONS: usize = 3;
 
 /// Bytes of a stored graph besides its image and its plan: the entry in the table, at most.
 const ENTRY_BYTES: u64 = 512;
+
+/// Bytes for each buffer of a graph that is read: its size and its id for validation, and its
+/// memory for the engine.
+const READ_BUFFER_BYTES: u64 =
+    (size_of::<u64>() + size_of::<BufferId>() + size_of::<Arc<dyn Memory>>()) as u64;
 
 /// The graphs of a session.
 #[derive(Default)]
@@ -169,7 +175,8 @@ impl Graphs {
             graph,
             total,
             received: 0,
-            // The assembly buffer, and the image that is made of it.
+            // The assembly buffer, and the image that is made of it. Then the table of the image's
+            // buffers, in place of the first.
             charge: tenant.charge_host(2 * total + ENTRY_BYTES, engine),
         });
         let (expected_graph, expected_total) = (assembly.graph, assembly.total);
@@ -232,8 +239,8 @@ impl Graphs {
         }
         let patched = stored.image.as_ref().map_err(EngineError::clone);
         let patched = patched.and_then(|image| {
-            // The image, and the bytes and the words of the patch.
-            let size = image.bytes() + ENTRY_BYTES + 2 * patch.len() as u64;
+            // The image and the table of its buffers, and the bytes and the words of the patch.
+            let size = 2 * image.bytes() + ENTRY_BYTES + 2 * patch.len() as u64;
             let charge = tenant.charge_host(size, engine)?;
             Ok((patch::apply(&image.words, &words_of(patch)?), charge))
         });
@@ -513,9 +520,14 @@ impl StoredGraph {
 }
 
 impl Image {
-    /// An image of `words`, for which at least their bytes and [`ENTRY_BYTES`] are charged.
+    /// An image of `words`, for which at least twice their bytes and [`ENTRY_BYTES`] are charged.
+    /// The charge is also for the table of the buffers, which is kept beside the image. It takes no
+    /// more than the image.
     fn new(words: Vec<u32>, mut charge: Charge) -> Image {
-        charge.shrink(4 * words.len() as u64 + ENTRY_BYTES);
+        let bytes = 4 * words.len() as u64;
+        let buffers = GraphCounts::of_image(&words).map_or(0, |counts| counts.buffers);
+        let table = size_of::<BufferId>() as u64 * buffers as u64;
+        charge.shrink(bytes + table.min(bytes) + ENTRY_BYTES);
         Image {
             words: words.into(),
             _charge: charge,
@@ -553,18 +565,38 @@ fn words_of(part: Bytes<'_>) -> Result<Vec<u32>, EngineError> {
     words(&bytes)
 }
 
-/// Asks for memory and gives it back: most of a compilation allocates memory in ways that end the
-/// process if there is none. Another thread may take it meanwhile.
+/// Bytes that the compilations of this process that are under way may allocate.
+static RESERVED: AtomicU64 = AtomicU64::new(0);
+
+/// Memory that a compilation may allocate, as long as this exists.
+#[derive(Debug)]
+struct Reservation(u64);
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        RESERVED.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
+/// Asks for the memory of a compilation and of all others that are under way, and gives it back:
+/// most of a compilation allocates memory in ways that end the process if there is none. What the
+/// others have allocated already counts twice. A buffer that is allocated meanwhile can take it.
 ///
 /// # Errors
 /// [`EngineError::OutOfHostMemory`].
-fn expect_memory(bytes: u64) -> Result<(), EngineError> {
+fn reserve_memory(bytes: u64) -> Result<Reservation, EngineError> {
+    let before = RESERVED.fetch_add(bytes, Ordering::Relaxed);
+    // Given back on an error, too.
+    let reservation = Reservation(bytes);
     let mut memory = Vec::<u8>::new();
-    let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
+    let wanted = usize::try_from(before.saturating_add(bytes)).unwrap_or(usize::MAX);
     let reserved = memory.try_reserve_exact(wanted);
     // Otherwise the compiler removes the allocation.
     std::hint::black_box(&memory);
-    reserved.map_err(|_| no_memory(bytes))
+    match reserved {
+        Ok(()) => Ok(reservation),
+        Err(_) => Err(no_memory(bytes)),
+    }
 }
 
 /// The process has no memory for `wanted` bytes that the guest has been charged for.
@@ -670,15 +702,18 @@ fn compile(
     let mut buffers = counts.buffers_of(&image.words);
     buffers.sort_unstable();
     buffers.dedup();
-    let most = counts.decoded_bytes() + context.engine.compile_bytes(&counts);
+    let most = counts.decoded_bytes()
+        + READ_BUFFER_BYTES * counts.buffers as u64
+        + context.engine.compile_bytes(&counts);
     // Declared before the plan, so that on an error the plan is freed before they are released.
     let mut charges = match context.tenant.charge_host(most, context.engine) {
         Ok(charge) => vec![charge],
         Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
     };
-    if let Err(error) = expect_memory(most) {
-        return Ok(StoredGraph::without_plan(error, image, buffers));
-    }
+    let _reservation = match reserve_memory(most) {
+        Ok(reservation) => reservation,
+        Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
+    };
     let graph = match read(&image.words, context, broken, invalid)? {
         Ok(graph) => graph,
         Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
@@ -702,8 +737,7 @@ fn compile(
     if let Ok(plan) = &mut plan {
         plan.set_label(&format!("graph {}", id.0));
     }
-    let table = size_of_val(buffers.as_slice()) as u64;
-    let needed = plan.as_ref().map_or(0, |plan| plan.plan_bytes()) + table;
+    let needed = plan.as_ref().map_or(0, |plan| plan.plan_bytes());
     if needed > most {
         // Added: no other session takes the memory that the plan has.
         let more = needed - most;
@@ -725,7 +759,7 @@ fn compile(
     {
         plan = Err(error);
     }
-    let kept = plan.as_ref().map_or(0, |plan| plan.plan_bytes()) + table;
+    let kept = plan.as_ref().map_or(0, |plan| plan.plan_bytes());
     let mut left = needed.min(kept);
     for charge in &mut charges {
         charge.shrink(left);
@@ -743,4 +777,51 @@ fn compile(
         longest,
         buffers,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use rustix::process::{Resource, Rlimit, setrlimit};
+
+    use super::*;
+
+    /// Set in the process of the test below, whose address space is limited.
+    const LIMITED: &str = "VGPU_TEST_RESERVATIONS";
+
+    /// Two compilations at once, of which each alone has the memory that it needs.
+    #[test]
+    fn compilations_at_once_get_no_memory_twice() {
+        const EACH: u64 = 64 << 20;
+        if std::env::var_os(LIMITED).is_none() {
+            let name = "session::graphs::tests::compilations_at_once_get_no_memory_twice";
+            let output = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name])
+                .env(LIMITED, "1")
+                .output()
+                .unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(
+                output.status.success() && text.contains("1 passed"),
+                "{output:?}"
+            );
+            return;
+        }
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages = pages.split(' ').next().unwrap().parse::<u64>().unwrap();
+        let has = pages * rustix::param::page_size() as u64;
+        let limit = Rlimit {
+            current: Some(has + EACH / 2 * 3),
+            maximum: None,
+        };
+        setrlimit(Resource::As, limit).unwrap();
+        let first = reserve_memory(EACH).unwrap();
+        let error = reserve_memory(EACH).unwrap_err();
+        assert!(error.to_string().contains("64.0 MiB wanted"), "{error}");
+        drop(first);
+        drop(reserve_memory(EACH).unwrap());
+        assert!(reserve_memory(2 * EACH).is_err());
+        assert_eq!(RESERVED.load(Ordering::Relaxed), 0);
+    }
 }
