@@ -35,6 +35,7 @@ mod query;
 mod report_rate_limit;
 mod state;
 mod supervisor;
+mod thread_limit;
 mod totals;
 mod vm_files;
 mod vm_process;

@@ -65,16 +65,26 @@ impl ProcFiles {
     /// Bytes of anonymous and shared memory that the process has touched: `RssAnon` and `RssShmem`
     /// of `proc_pid_status(5)`. 0 if the process has ended.
     pub(super) fn touched(&self) -> u64 {
-        let mut bytes = vec![0; MAX_STATUS];
-        let len = self.status.read_at(&mut bytes, 0).unwrap_or(0);
-        let text = String::from_utf8_lossy(&bytes[..len]);
+        let text = self.status();
         let of = |key: &str| -> u64 {
-            let mut lines = text.lines();
-            let line = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-            let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+            let kib = value(&text, key).and_then(|value| value.strip_suffix(" kB"));
             kib.and_then(|kib| kib.trim().parse().ok()).unwrap_or(0)
         };
         (of("RssAnon") + of("RssShmem")).saturating_mul(1024)
+    }
+
+    /// The number of threads of the process. 0 if it has ended.
+    pub(super) fn thread_count(&self) -> usize {
+        let text = self.status();
+        let count = value(&text, "Threads").and_then(|value| value.parse().ok());
+        count.unwrap_or(0)
+    }
+
+    /// The text of `/proc/PID/status`. Empty if the process has ended.
+    fn status(&self) -> String {
+        let mut bytes = vec![0; MAX_STATUS];
+        let len = self.status.read_at(&mut bytes, 0).unwrap_or(0);
+        String::from_utf8_lossy(&bytes[..len]).into_owned()
     }
 
     /// The threads of the process, which may start others meanwhile.
@@ -92,6 +102,13 @@ impl ProcFiles {
         }
         Ok(threads)
     }
+}
+
+/// The value of a line of `/proc/PID/status`.
+fn value<'a>(status: &'a str, key: &str) -> Option<&'a str> {
+    let mut lines = status.lines();
+    let value = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+    value.map(str::trim)
 }
 
 /// How often the end of a process is checked.

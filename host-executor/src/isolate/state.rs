@@ -89,6 +89,8 @@ pub(super) struct SupervisorState {
     pub(super) hang_limit: OnceLock<Duration>,
     /// Unset: the memory of the machine is not divided.
     pub(super) machine_memory: OnceLock<MachineMemory>,
+    /// Threads of a worker, without those for its programs. Unset: without a limit.
+    pub(super) thread_limit: OnceLock<usize>,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
     /// What the driver says of the GPU of the engines of each device.
@@ -166,6 +168,8 @@ pub(super) struct Worker {
     pub(super) is_paid: bool,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
+    /// Whether the worker gets no time for its end.
+    pub(super) must_be_killed: bool,
     /// The last report, and when it has come.
     pub(super) report: Option<(WorkerReport, Instant)>,
     /// The dumps that somebody waits for, by number, with the answer of the worker.
@@ -309,6 +313,7 @@ impl SupervisorState {
             start_limit: OnceLock::new(),
             hang_limit: OnceLock::new(),
             machine_memory: OnceLock::new(),
+            thread_limit: OnceLock::new(),
             command,
             resources,
             gpus,
@@ -390,6 +395,7 @@ impl Worker {
             has_had_session: false,
             is_paid: false,
             is_closing: false,
+            must_be_killed: false,
             report: None,
             dumps: BTreeMap::new(),
         }

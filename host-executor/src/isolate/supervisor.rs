@@ -15,7 +15,7 @@ use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
 use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts, Worker};
 use super::vm_process::{StartVmError, StartingVm};
-use super::{admission, certificates, ipc, machine_memory, vm_process, weights};
+use super::{admission, certificates, ipc, machine_memory, thread_limit, vm_process, weights};
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
 #[cfg(feature = "cuda")]
@@ -196,6 +196,17 @@ impl Supervisor {
     pub fn limit_starts(&self, limit: Duration) {
         // Fails only if there is a limit.
         let _ = self.shared.start_limit.set(limit);
+    }
+
+    /// Kills workers with too many threads, when
+    /// [`end_workers_of_many_threads`](SupervisorHealth::end_workers_of_many_threads) finds them.
+    /// `engine_threads`: those of the CPU engine of a worker, 0 for as many as it has processors.
+    /// `has_driver`: an engine loads a driver. Later calls have no effect.
+    pub fn limit_threads(&self, engine_threads: usize, has_driver: bool) {
+        let engines = self.shared.resources.engines.len();
+        let own = thread_limit::own_threads(engines, engine_threads, has_driver);
+        // Fails only if there is a limit.
+        let _ = self.shared.thread_limit.set(own);
     }
 
     /// Kills processes that say nothing for `limit`. The first limit stays.
@@ -393,6 +404,11 @@ impl SupervisorHealth {
     /// Lets quotas grow that the machine could not hold when their workers started.
     pub fn grow_quotas(&self) {
         machine_memory::grow_and_tell(&self.0, &mut self.0.processes());
+    }
+
+    /// Ends workers that have more threads than [`Supervisor::limit_threads`] permits.
+    pub fn end_workers_of_many_threads(&self) {
+        thread_limit::end_workers(&self.0);
     }
 
     /// Asks the processes of virtual machines that do not know whether the supervisor drains: those

@@ -106,8 +106,14 @@ fn watch(
     let log = LogPipe::start(process.stderr.take(), who, Some(Arc::clone(&lines)));
     receive_reports(shared, id, ipc, &mut process, limit);
     // From here on the worker gets no program, even if another thread has closed the connection.
+    let mut must_be_killed = false;
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
         worker.close();
+        must_be_killed = worker.must_be_killed;
+    }
+    if must_be_killed {
+        // Fails only if the process has ended.
+        let _ = process.kill();
     }
     let ended = wait_or_kill(&mut process, shared.timeouts.end);
     log.finish();

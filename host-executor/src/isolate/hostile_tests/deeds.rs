@@ -8,7 +8,7 @@ use rustix::net::SendFlags;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine as _;
 
-use super::{CHATTY, DEED, MEMORY, TIMEOUT};
+use super::{CHATTY, DEED, MANY_THREADS, MEMORY, TIMEOUT};
 use crate::isolate::ipc::{self, IpcSocket, ReceiveOutcome, WorkerMessage, WorkerReport};
 use crate::isolate::{serve, take_socket};
 use crate::limits::Limits;
@@ -109,6 +109,20 @@ fn worker_process() {
                 report: honest.clone(),
             });
             let _ = ipc.send(&report, None);
+        }
+        // Reports once, and starts threads as long as it can, up to a number that does no harm.
+        "threads" => {
+            let report = WorkerMessage::from(WorkerReport {
+                served: 0,
+                pending: Vec::new(),
+                without_session: Vec::new(),
+                report: honest.clone(),
+            });
+            let _ = ipc.send(&report, None);
+            for _ in 0..MANY_THREADS {
+                let sleeps = || thread::sleep(TIMEOUT * 10);
+                let _ = thread::Builder::new().stack_size(64 << 10).spawn(sleeps);
+            }
         }
         // As many lines as an honest worker writes about its sessions, and nothing else.
         "chatty" => {

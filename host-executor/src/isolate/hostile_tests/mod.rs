@@ -39,6 +39,9 @@ const MEMORY: u64 = 16 << 20;
 /// Lines of a worker about its sessions: fewer than a guest may have in ten seconds.
 const CHATTY: usize = 150;
 
+/// Threads of a worker that starts too many.
+const MANY_THREADS: usize = 400;
+
 /// From this time on a process without reports counts as one that hangs. A question to the process
 /// of a virtual machine takes longer if it is not answered.
 const SILENCE: Duration = Duration::from_secs(1);

@@ -30,6 +30,41 @@ fn garbage_of_a_worker_affects_only_its_guest() {
     test.shutdown();
 }
 
+/// A worker starts hundreds of threads. It is killed, and another one, of as many programs, is not.
+/// A process that is told to end would have a minute.
+#[test]
+fn worker_with_too_many_threads_is_killed_and_no_other() {
+    let mut test = Supervised::new(TIMEOUT, &["honest", "threads"]);
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    supervisor.limit_threads(1, false);
+    let health = supervisor.health();
+    let mut guests = vec![served(&test.path("b"))];
+    guests.push(served(&test.path("b")));
+    let _hostile = test.program("a");
+    eventually("it is killed", || {
+        health.end_workers_of_many_threads();
+        test.processes("a") == 0
+    });
+    // The looks, from now on, too, find nothing wrong with an honest worker.
+    health.end_workers_of_many_threads();
+    let processes = test.shared().processes();
+    let of_b = processes.workers.values();
+    let of_b: Vec<_> = of_b
+        .map(|w| {
+            let threads = w.files.as_ref().map_or(0, |files| files.thread_count());
+            (w.is_closing, threads)
+        })
+        .collect();
+    drop(processes);
+    let [(is_closing, threads)] = of_b[..] else {
+        panic!("{of_b:?}");
+    };
+    println!("a worker of two programs has {threads} threads");
+    assert!(!is_closing && (3..20).contains(&threads), "{of_b:?}");
+    guests.push(served(&test.path("b")));
+    test.shutdown();
+}
+
 #[test]
 fn report_of_a_worker_that_is_too_long_is_not_taken() {
     let mut test = Supervised::new(SOON, &["oversized", "honest"]);

@@ -124,6 +124,7 @@ pub(crate) fn run(
     if let Some(limit) = Limits::start_time(settings.max_turn_time, false) {
         supervisor.limit_hangs(limit.max(MIN_HANG) + START_MARGIN);
     }
+    supervisor.limit_threads(settings.threads.count, selection.has_driver());
     if partition::divides_machine_memory(engines) {
         supervisor.divide_machine_memory(partition::machine_memory()?);
     }
@@ -221,6 +222,7 @@ pub(crate) fn run(
             health.tell_machines();
             health.log_left_out();
             health.grow_quotas();
+            health.end_workers_of_many_threads();
             kept.borrow_mut().check(&served);
             service::alive();
             None
