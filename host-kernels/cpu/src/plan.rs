@@ -34,6 +34,9 @@ const MAX_NODE_BYTES: u64 = 4 << 10;
 /// Bytes that a tensor needs at most while the graph is compiled, besides the graph.
 const MAX_TENSOR_BYTES: u64 = 256;
 
+/// Bytes that a buffer needs at most while the graph is compiled, and afterwards in the plan.
+const MAX_BUFFER_BYTES: u64 = 64;
+
 /// Bytes that a plan needs at most, however small it is.
 const MAX_EMPTY_BYTES: u64 = 4 << 10;
 
@@ -45,6 +48,7 @@ pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     (2 * counts.decoded_bytes())
         .saturating_add(bytes(counts.nodes, MAX_NODE_BYTES))
         .saturating_add(bytes(counts.tensors, MAX_TENSOR_BYTES))
+        .saturating_add(bytes(counts.buffers, MAX_BUFFER_BYTES))
         .saturating_add(MAX_EMPTY_BYTES)
 }
 

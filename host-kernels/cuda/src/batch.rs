@@ -319,12 +319,14 @@ impl Joined {
                 add(launch, Owners(of), i + 1 == count);
             }
         }
+        // No plan has memory at the highest address.
+        let memory = templates.memory([usize::MAX, group as usize].into_iter());
         Joined {
             members: numbers,
             done: members.iter().map(|member| member.done).collect(),
             starts: members.iter().map(|member| member.done).collect(),
             // Sequences of one key with the same kernels share CUDA graphs.
-            sequence: LaunchSequence::new(steps, &[usize::MAX, group as usize], templates),
+            sequence: LaunchSequence::new(steps, &memory, templates),
             owners,
             counted: 0,
         }

@@ -8,8 +8,7 @@
 //! place, about a microsecond each, and nothing is instantiated again. So parameters stay constants
 //! of their launches, and no kernel has to read them from memory first.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tracing::warn;
@@ -18,8 +17,8 @@ use crate::device::{Device, Event, GraphExecId, KernelId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
 use crate::lock::Rank;
-use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
-use vgpu_transport::lock::{lock, lock_at};
+use vgpu_engine::{ALLOCATION_BYTES, BatchGroup, BatchKeys, EngineError, RunStatus, Turn};
+use vgpu_transport::lock::lock_at;
 
 /// The most launches of a batch until a run was measured. Such a run begins with a single launch,
 /// and adapts its batches to the time that each takes.
@@ -41,7 +40,9 @@ pub(crate) struct LaunchSequence {
     /// The same work without megakernels and merged launches: for a device that refuses a
     /// megakernel, and for profiles.
     plain: Option<Box<LaunchSequence>>,
-    template: Arc<Mutex<GraphTemplate>>,
+    template: Arc<BatchGroup<Mutex<GraphTemplate>>>,
+    /// Keeps the number of the memory.
+    _memory: PlanMemory,
     /// Launches that the current run has handed to the device.
     done: usize,
     /// The megakernel launch that the device has just refused.
@@ -64,29 +65,33 @@ pub(crate) struct Failure {
     pub(crate) error: EngineError,
 }
 
-/// What sequences of a template have in common: the kernels in order, and the memory of the plan.
-#[derive(Debug, PartialEq, Eq, Hash, Clone)]
-struct Key {
-    kernels: Vec<u32>,
-    memory: Vec<usize>,
-}
-
 /// The templates of a context that are in use.
 #[derive(Default)]
 pub(crate) struct GraphTemplates {
-    known: Mutex<HashMap<Key, Weak<Mutex<GraphTemplate>>>>,
+    /// The memory of plans. A plan can have thousands of buffers and of sequences, so sequences
+    /// have the number of the memory, and neither copy nor compare the buffers.
+    memory: BatchKeys,
+    /// By the number of the memory and the kernels in order.
+    known: BatchKeys<Mutex<GraphTemplate>>,
 }
 
+/// The memory of a plan, which its sequences have in common.
+pub(crate) type PlanMemory = Arc<BatchGroup>;
+
 impl GraphTemplates {
-    fn of(&self, key: Key) -> Arc<Mutex<GraphTemplate>> {
-        let mut known = lock(&self.known);
-        if let Some(template) = known.get(&key).and_then(Weak::upgrade) {
-            return template;
-        }
-        known.retain(|_, template| template.strong_count() > 0);
-        let template = Arc::default();
-        known.insert(key, Arc::downgrade(&template));
-        template
+    /// The memory with these addresses.
+    pub(crate) fn memory(&self, addresses: impl Iterator<Item = usize>) -> PlanMemory {
+        self.memory.group(addresses.map(|at| at as u64).collect())
+    }
+
+    fn of(
+        &self,
+        steps: &[PlannedLaunch],
+        memory: &PlanMemory,
+    ) -> Arc<BatchGroup<Mutex<GraphTemplate>>> {
+        let kernels = steps.iter().map(|step| u64::from(step.launch.kernel.0));
+        let key = std::iter::once(memory.number).chain(kernels);
+        self.known.group(key.collect())
     }
 }
 
@@ -117,17 +122,13 @@ impl Drop for GraphExec {
 }
 
 impl LaunchSequence {
-    /// A sequence of `steps`, at least one, over the memory with the addresses `memory`, which the
-    /// plan keeps alive.
+    /// A sequence of `steps`, at least one, over `memory`, which the plan keeps alive.
     pub(crate) fn new(
         steps: Vec<PlannedLaunch>,
-        memory: &[usize],
+        memory: &PlanMemory,
         templates: &GraphTemplates,
     ) -> LaunchSequence {
-        let key = Key {
-            kernels: steps.iter().map(|step| step.launch.kernel.0).collect(),
-            memory: memory.to_vec(),
-        };
+        let template = templates.of(&steps, memory);
         LaunchSequence {
             nodes: steps.iter().map(|step| step.node as u32).collect(),
             stops: steps.iter().map(|step| step.may_yield).collect(),
@@ -135,7 +136,8 @@ impl LaunchSequence {
             covers: steps.iter().map(|step| step.covers).collect(),
             plain: None,
             launches: steps.into_iter().map(|step| step.launch).collect(),
-            template: templates.of(key),
+            template,
+            _memory: Arc::clone(memory),
             done: 0,
             refused: None,
             spent: Duration::ZERO,
@@ -202,7 +204,7 @@ impl LaunchSequence {
         turn: &Turn,
     ) -> Result<RunStatus, Failure> {
         let template = Arc::clone(&self.template);
-        let mut template = lock_at(Rank::Template, &template);
+        let mut template = lock_at(Rank::Template, &template.state);
         let failed = |node: usize, error| Failure {
             node,
             refused: None,
@@ -304,19 +306,19 @@ impl LaunchSequence {
         })
     }
 
-    /// Bytes of host memory, without the sequence itself. The graph instances of the driver do not
-    /// count.
+    /// Bytes of host memory, without the sequence itself and the memory of its plan. The graph
+    /// instances of the driver do not count.
     pub(crate) fn bytes(&self) -> usize {
         let params = self.launches.iter().map(|launch| launch.params.capacity());
-        // The last four bytes are of the key of the template.
-        let each = size_of::<Launch>() + ALLOCATION_BYTES + 4;
+        let each = size_of::<Launch>() + ALLOCATION_BYTES;
         let tables = self.nodes.capacity() * size_of::<u32>()
             + self.stops.capacity()
+            + self.long.capacity()
             + self.covers.capacity() * size_of::<usize>()
-            + 4 * ALLOCATION_BYTES;
+            + 5 * ALLOCATION_BYTES;
         let plain = self.plain.as_deref();
         let plain = plain.map_or(0, |plain| size_of::<LaunchSequence>() + plain.bytes());
-        let template = size_of::<GraphTemplate>() + 8 * ALLOCATION_BYTES;
+        let template = self.template.bytes() + 8 * ALLOCATION_BYTES;
         params.sum::<usize>() + self.launches.len() * each + tables + plain + template
     }
 

@@ -1,4 +1,4 @@
-//! The keys of plans that can run as a batch.
+//! The keys of plans that can run as a batch, and others that plans have in common.
 
 use std::collections::HashMap;
 use std::mem::size_of;

@@ -13,7 +13,7 @@ use crate::context::ExecutionContext;
 use crate::cpu_fallback::{CpuFallback, FallbackNode};
 use crate::device::{Address, Launch};
 use crate::fused_launch::{GroupNode, add_launch};
-use crate::graph_exec::LaunchSequence;
+use crate::graph_exec::{LaunchSequence, PlanMemory};
 use crate::launch::builder::Builder;
 use crate::launch::place::Place;
 use crate::launch::planned::PlannedLaunch;
@@ -277,14 +277,14 @@ impl<'a> Compiler<'a> {
         are_launches.then_some(launches)
     }
 
-    /// The splits of the plan, over the memory with these addresses, and the stage tables of its
-    /// megakernels. `has_own`: no other plan uses the scratch memory.
+    /// The splits of the plan, over its memory, and the stage tables of its megakernels. `has_own`:
+    /// no other plan uses the scratch memory.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if there is no memory for a stage table.
     pub(crate) fn into_splits(
         mut self,
-        memory: &[usize],
+        memory: &PlanMemory,
         ops: &[&'static str],
         has_own: bool,
     ) -> Result<(Vec<Split>, Vec<CudaMemory>), EngineError> {

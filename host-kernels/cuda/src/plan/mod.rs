@@ -18,7 +18,7 @@ use vgpu_transport::ir::{Graph, GraphCounts, Node};
 use crate::batch::{JointFinder, MAX_OWN_SCRATCH, OWN_CACHE_BYTES, is_of_few_tokens};
 use crate::context::{DeviceGuard, ExecutionContext};
 use crate::cpu_fallback::CpuFallback;
-use crate::graph_exec::{Failure, LaunchSequence};
+use crate::graph_exec::{Failure, LaunchSequence, PlanMemory};
 use crate::launch::place::OwnPlace;
 use crate::launch::policy::SPEED;
 use crate::memory::CudaMemory;
@@ -42,6 +42,9 @@ const MAX_NODE_BYTES: u64 = 8 << 10;
 /// Bytes of host memory that a tensor needs at most while the graph is compiled, besides the graph.
 const MAX_TENSOR_BYTES: u64 = 512;
 
+/// Bytes of host memory that a buffer needs at most while the graph is compiled.
+const MAX_BUFFER_BYTES: u64 = 256;
+
 /// Nodes that a graph may have more than twice its own when long ones are divided.
 const MAX_MORE_NODES: usize = 128;
 
@@ -58,6 +61,7 @@ pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     (2 * counts.decoded_bytes())
         .saturating_add(bytes(max_nodes(counts.nodes), MAX_NODE_BYTES))
         .saturating_add(bytes(counts.tensors, MAX_TENSOR_BYTES))
+        .saturating_add(bytes(counts.buffers, MAX_BUFFER_BYTES))
         .saturating_add(MAX_EMPTY_BYTES)
 }
 
@@ -93,6 +97,8 @@ pub(crate) struct CudaPlan {
     has_yielded: bool,
     /// The memory that the launches use, each with its [changes](Buffer::changes) at compilation.
     memory: Vec<(Arc<dyn Memory>, u64)>,
+    /// The same memory, as the sequences of launches name it.
+    plan_memory: PlanMemory,
     /// Bytes of scratch memory that the launches use.
     scratch_bytes: u64,
     /// The scratch memory, once the plan has taken it.
@@ -219,10 +225,11 @@ impl CudaPlan {
         let ops: Vec<&'static str> = { graph.nodes.iter() }
             .map(|n| n.op.kind().ggml_name())
             .collect();
-        let places: Vec<usize> = { buffers.iter() }
-            .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
-            .collect();
-        let (splits, tables) = compiler.into_splits(&places, &ops, own.is_some())?;
+        let places = buffers
+            .iter()
+            .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize);
+        let plan_memory = context.templates.memory(places);
+        let (splits, tables) = compiler.into_splits(&plan_memory, &ops, own.is_some())?;
         let membership =
             { own.as_ref() }.and_then(|_| Membership::of(&splits, graph, &weights, context));
         let formats = located.formats();
@@ -240,6 +247,7 @@ impl CudaPlan {
             under_way: None,
             has_yielded: false,
             memory: buffers.iter().cloned().zip(changes).collect(),
+            plan_memory,
             tables,
             scratch_bytes: if own.is_some() { 0 } else { needed },
             scratch: None,
@@ -500,6 +508,7 @@ impl Plan for CudaPlan {
             + self.groups.capacity() * size_of::<(usize, Vec<usize>)>()
             + self.ops.capacity() * size_of::<&'static str>()
             + self.memory.capacity() * size_of::<(Arc<dyn Memory>, u64)>()
+            + self.plan_memory.bytes()
             + self.tables.capacity() * size_of::<CudaMemory>();
         let membership = self.membership.as_ref().map_or(0, Membership::bytes);
         let own = size_of::<CudaPlan>() + self.name.capacity() + membership + 8 * ALLOCATION_BYTES;
