@@ -15,7 +15,7 @@ use vgpu_transport::wire::{MAX_FIRST_MESSAGE, MAX_MESSAGE, MAX_PAYLOAD};
 const WAIT: Duration = Duration::from_secs(60);
 
 /// What the queues of a session over a stream take at most, as `docs/SECURITY.md` says.
-const QUEUES: usize = 18 << 20;
+const QUEUES: usize = 26 << 20;
 
 /// What a connection takes before its first message is received.
 const BEFORE_FIRST: usize = 64 << 10;

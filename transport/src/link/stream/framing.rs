@@ -42,8 +42,9 @@ const MAX_FRAMES: usize = 256;
 /// The number of unsent bytes at which a sender waits.
 pub(super) const HIGH_WATER: usize = 8 << 20;
 
-/// The memory of a host's end for outgoing bytes: those at which a sender waits, and one frame.
-const MAX_OUT: usize = HIGH_WATER + HEADER + MAX_MESSAGE + MAX_PAYLOAD;
+/// The memory of an end for outgoing bytes: those at which a sender waits, one frame, and as much
+/// again, so that the bytes that are left are moved once for as many that were sent.
+const MAX_OUT: usize = 2 * HIGH_WATER + HEADER + MAX_MESSAGE + MAX_PAYLOAD;
 
 /// The maximum time of one wait. After it, a link checks whether the peer is alive.
 pub(super) const POLL_PERIOD: Duration = Duration::from_millis(200);
