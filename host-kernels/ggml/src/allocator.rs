@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{ROW_UNIT, Type};
 
@@ -140,6 +141,16 @@ impl Allocator {
         self.has_freed.store(true, Ordering::Relaxed);
     }
 
+    /// Why a buffer of `size` bytes cannot be allocated.
+    pub(crate) fn refusal(&self, size: u64) -> EngineError {
+        let (total, free) = self.free();
+        EngineError::OutOfMemory {
+            wanted: size,
+            free: free.min(self.max_buffer()),
+            total,
+        }
+    }
+
     /// Reserves `bytes`. `None` if there are fewer left.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
         let more = |used: u64| { used.checked_add(bytes) }.filter(|&used| used <= self.total);
@@ -162,6 +173,22 @@ pub(crate) struct Reservation {
 impl Reservation {
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Takes `bytes` of the reservation, or all if it has fewer.
+    pub(crate) fn split(&mut self, bytes: u64) -> Reservation {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        Reservation {
+            allocator: Arc::clone(&self.allocator),
+            bytes,
+        }
+    }
+
+    /// Adds a reservation of the same allocator.
+    pub(crate) fn join(&mut self, mut other: Reservation) {
+        debug_assert!(Arc::ptr_eq(&self.allocator, &other.allocator));
+        self.bytes += std::mem::take(&mut other.bytes);
     }
 }
 

@@ -249,7 +249,20 @@ impl Engine for GgmlEngine {
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
-        Ok(Arc::new(GgmlMemory::alloc(&self.allocator, size)?))
+        let memory = GgmlMemory::alloc(&self.allocator, size, self.device.is_cpu)?;
+        Ok(Arc::new(memory))
+    }
+
+    fn supports_weights(&self) -> bool {
+        true
+    }
+
+    fn alloc_weights(
+        &self,
+        instead: &Arc<dyn Memory>,
+    ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        let new = GgmlMemory::for_weights(&self.allocator, &**instead)?;
+        Ok(new.map(|new| Arc::new(new) as Arc<dyn Memory>))
     }
 
     fn fatal_error(&self) -> Option<String> {

@@ -3,9 +3,11 @@
 //!
 //! - `loader`: loading a library. `ids`: the ids of ggml's enums. [`library`]: the loaded backend.
 //!   `log`: what the backend logs.
-//! - `allocator`: how much of a device's memory is taken. `memory`: buffers of a device.
+//! - `allocator`: how much of a device's memory is taken. `buffer`: buffers of a device. `memory`:
+//!   memory of guests. `segments`: that of weights, which several guests can hold.
 //! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
 //!   graph that the backend gets. `device`: a device of the backend.
+//! - `located`: where the tensors of a graph are.
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
 //!   `placement`: how many nodes went where, and how long they took.
 //! - `repack`: weights in a layout for which a backend has faster kernels. `copies`: what a memory
@@ -19,6 +21,7 @@
 //! use this engine.
 
 mod allocator;
+mod buffer;
 mod copies;
 mod device;
 mod engine;
@@ -26,6 +29,7 @@ mod flight;
 mod ids;
 pub mod library;
 mod loader;
+mod located;
 mod log;
 mod memory;
 mod nodes;
@@ -35,6 +39,7 @@ mod placement;
 mod plan;
 mod repack;
 mod room;
+mod segments;
 mod tensors;
 
 pub use engine::{BackendOptions, GgmlEngine};

@@ -1,247 +1,154 @@
-//! Buffers of a device.
+//! Memory of a guest: one buffer of a device, or segments that other guests can hold too.
 
 use std::any::Any;
-use std::ops::Range;
-use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 
-use vgpu_engine::{CopyAccount, EngineError, Memory, check_range};
-use vgpu_ggml_abi as abi;
+use vgpu_engine::{CopyAccount, EngineError, Extent, Memory, check_range};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::{Guard, lock};
 
-use crate::allocator::{Allocator, Reservation, allocation_size};
-use crate::copies::{Copies, PaidBytes};
-use crate::tensors;
+use crate::allocator::Allocator;
+use crate::buffer::DeviceBuffer;
+use crate::copies::WeightCopies;
+use crate::segments::SegmentedMemory;
 
-/// The bytes that are copied at a time between buffers, or between parts of one that overlap.
+/// The bytes that are copied at a time between memories, or between parts of one that overlap.
 const CHUNK: usize = 1 << 20;
 
-/// The whole words of 4 bytes in a range: ggml's Vulkan backend fills no others
-/// (`vkCmdFillBuffer`). Empty, and within the range, if there is none.
-fn whole_words(range: Range<u64>) -> Range<u64> {
-    let begin = range.start.next_multiple_of(4).min(range.end);
-    let end = range.end / 4 * 4;
-    begin..end.max(begin)
+/// Where the bytes are.
+pub(crate) enum Storage {
+    /// In one buffer.
+    Whole(DeviceBuffer),
+    /// In segments, for weights.
+    Segments(SegmentedMemory),
 }
 
-/// A buffer of a device.
+/// Memory of a guest.
 pub(crate) struct GgmlMemory {
-    allocator: Arc<Allocator>,
-    buffer: NonNull<abi::ggml_backend_buffer>,
-    /// A tensor with all bytes, which every other tensor in this buffer is a view of.
-    whole: Box<abi::ggml_tensor>,
-    size: u64,
-    is_weights: AtomicBool,
+    storage: Storage,
     /// Copies of the weights in other layouts.
-    copies: Mutex<Copies>,
-    /// Who pays for them.
-    account: OnceLock<Arc<dyn CopyAccount>>,
-    /// Given back after the buffer, as fields are dropped.
-    reserved: Reservation,
+    copies: WeightCopies,
+    /// Whether reading is a copy within the host, so that uploads are compared with extents.
+    is_host: bool,
 }
-
-// SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
-// thread; callers order them with computations, as the contract of `Memory` says.
-unsafe impl Send for GgmlMemory {}
-// SAFETY: the contract of `Memory` orders calls that access the same bytes, unless all of them
-// read, and the functions of the table change nothing else of the buffer.
-unsafe impl Sync for GgmlMemory {}
 
 impl GgmlMemory {
-    /// A zeroed buffer of `size` bytes.
+    /// Zeroed memory of `size` bytes, of the host if `is_host`.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`].
-    pub(crate) fn alloc(allocator: &Arc<Allocator>, size: u64) -> Result<GgmlMemory, EngineError> {
-        let wanted = allocation_size(size);
-        let max = allocator.max_buffer();
-        let refused = || {
-            let (total, free) = allocator.free();
-            EngineError::OutOfMemory {
-                wanted: size,
-                free: free.min(max),
-                total,
-            }
+    pub(crate) fn alloc(
+        allocator: &Arc<Allocator>,
+        size: u64,
+        is_host: bool,
+    ) -> Result<GgmlMemory, EngineError> {
+        Ok(GgmlMemory {
+            storage: Storage::Whole(DeviceBuffer::alloc(allocator, size)?),
+            copies: WeightCopies::new(allocator, size),
+            is_host,
+        })
+    }
+
+    /// Zeroed memory for weights, which takes over the bytes of `instead` in `allocator`. `None`
+    /// if `instead` is such memory.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] if `instead` is memory of another engine, and
+    /// [`EngineError::OutOfMemory`]. `instead` is as before.
+    pub(crate) fn for_weights(
+        allocator: &Arc<Allocator>,
+        instead: &dyn Memory,
+    ) -> Result<Option<GgmlMemory>, EngineError> {
+        let instead = GgmlMemory::of(instead, allocator)?;
+        let Storage::Whole(buffer) = &instead.storage else {
+            return Ok(None);
         };
-        if wanted > max {
-            return Err(refused());
-        }
-        let reserved = allocator.reserve(wanted).ok_or_else(refused)?;
-        let buffer = allocator.alloc_buffer(wanted).ok_or_else(refused)?;
-        // SAFETY: the buffer is new, and its table is that of the backend. `get_base` and `clear`
-        // are not optional; a missing one is answered below.
-        let base = unsafe {
-            let iface = &buffer.as_ref().iface;
-            match (iface.get_base, iface.clear) {
-                (Some(get_base), Some(clear)) => {
-                    clear(buffer.as_ptr(), 0);
-                    get_base(buffer.as_ptr())
-                }
-                _ => ptr::null_mut(),
-            }
-        };
-        let memory = GgmlMemory {
-            whole: Box::new(tensors::whole(buffer, base, wanted)),
-            allocator: Arc::clone(allocator),
-            buffer,
-            size,
-            is_weights: AtomicBool::new(false),
-            copies: Mutex::default(),
-            account: OnceLock::new(),
-            reserved,
-        };
-        match base.is_null() {
-            true => Err(EngineError::Device {
-                message: "a buffer of the backend has no address".to_owned(),
-            }),
-            false => Ok(memory),
+        Ok(Some(GgmlMemory {
+            storage: Storage::Segments(SegmentedMemory::new(buffer)?),
+            copies: WeightCopies::new(allocator, buffer.size()),
+            is_host: instead.is_host,
+        }))
+    }
+
+    /// The memory as this engine's type.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] if it is not of this allocator.
+    pub(crate) fn of<'m>(
+        memory: &'m dyn Memory,
+        allocator: &Arc<Allocator>,
+    ) -> Result<&'m GgmlMemory, EngineError> {
+        { memory.as_any().downcast_ref::<GgmlMemory>() }
+            .filter(|memory| Arc::ptr_eq(memory.allocator(), allocator))
+            .ok_or(EngineError::ForeignMemory)
+    }
+
+    /// What the memory belongs to.
+    fn allocator(&self) -> &Arc<Allocator> {
+        match &self.storage {
+            Storage::Whole(buffer) => buffer.allocator(),
+            Storage::Segments(segments) => segments.allocator(),
         }
     }
 
-    /// The tensor with all bytes of the buffer, valid as long as the memory.
-    pub(crate) fn whole(&self) -> *mut abi::ggml_tensor {
-        ptr::from_ref(&*self.whole).cast_mut()
-    }
-
-    /// Whether the memory holds weights.
-    pub(crate) fn is_weights(&self) -> bool {
-        self.is_weights.load(Ordering::Relaxed)
+    /// Where the bytes are.
+    pub(crate) fn storage(&self) -> &Storage {
+        &self.storage
     }
 
     /// The copies of the weights in other layouts.
-    pub(crate) fn copies(&self) -> Guard<'_, Copies> {
-        lock(&self.copies)
+    pub(crate) fn copies(&self) -> &WeightCopies {
+        &self.copies
     }
 
-    /// Reserves `cost` bytes of the engine for a copy of weights, and charges the guest. `None`
-    /// unless as many bytes as this memory has stay free: of the engine, of the host (`host_free`),
-    /// and of what the guest may have.
-    pub(crate) fn pay_for(&self, cost: u64, host_free: &dyn Fn() -> u64) -> Option<PaidBytes> {
-        let size = self.reserved.bytes();
-        let with_rest = cost.saturating_add(size);
-        let (total, free) = self.allocator.free();
-        if !self.copies().may_add(cost, size) || free.min(host_free()) < with_rest {
-            return None;
-        }
-        let mut reserved = None;
-        let mut reserve = || {
-            reserved = self.allocator.reserve(cost);
-            { reserved.is_some() }
-                .then_some(())
-                .ok_or(EngineError::OutOfMemory {
-                    wanted: cost,
-                    free,
-                    total,
-                })
-        };
-        let charge = match self.account.get() {
-            Some(account) => {
-                drop(account.charge(with_rest, &mut || Ok(())).ok()?);
-                Some(account.charge(cost, &mut reserve).ok()?)
-            }
-            None => reserve().map(|()| None).ok()?,
-        };
-        Some(PaidBytes::new(reserved?, charge))
-    }
-
-    /// The guest writes to these bytes.
-    fn written(&self, offset: u64, len: u64) {
-        if self.is_weights() {
-            // Dropped without the lock: memory is freed and given back to the guest.
-            let ended = self.copies().forget(&(offset..offset + len));
-            drop(ended);
+    /// A number that changes whenever the place of bytes changes.
+    pub(crate) fn changes(&self) -> u64 {
+        match &self.storage {
+            Storage::Whole(_) => 0,
+            Storage::Segments(segments) => segments.changes(),
         }
     }
 
-    fn has(&self, other: &GgmlMemory) -> bool {
-        Arc::ptr_eq(&self.allocator, &other.allocator)
-    }
-
-    fn lacks(name: &str) -> EngineError {
-        EngineError::Device {
-            message: format!("a buffer of the backend has no function {name}"),
+    /// The segments.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] if this memory has none.
+    fn segments(&self) -> Result<&SegmentedMemory, EngineError> {
+        match &self.storage {
+            Storage::Whole(_) => Err(EngineError::ForeignMemory),
+            Storage::Segments(segments) => Ok(segments),
         }
     }
 }
 
 impl Memory for GgmlMemory {
     fn size(&self) -> u64 {
-        self.size
+        match &self.storage {
+            Storage::Whole(buffer) => buffer.size(),
+            Storage::Segments(segments) => segments.size(),
+        }
     }
 
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
-        check_range(offset, data.len() as u64, self.size)?;
-        if data.is_empty() {
-            return Ok(());
+        self.copies.written(offset, data.len() as u64);
+        match &self.storage {
+            Storage::Whole(buffer) => buffer.write(offset, data),
+            Storage::Segments(segments) => segments.write(offset, data),
         }
-        self.written(offset, data.len() as u64);
-        // SAFETY: the buffer exists. The range lies inside `whole` (checked above), and `data` is
-        // readable. The function copies bytes, and does not interpret them.
-        unsafe {
-            let set = { self.buffer.as_ref() }.iface.set_tensor;
-            let set = set.ok_or_else(|| GgmlMemory::lacks("set_tensor"))?;
-            let from = data.as_ptr().cast();
-            set(
-                self.buffer.as_ptr(),
-                self.whole(),
-                from,
-                offset as usize,
-                data.len(),
-            );
-        }
-        Ok(())
     }
 
-    fn read(&self, offset: u64, mut out: BytesMut<'_>) -> Result<(), EngineError> {
-        check_range(offset, out.len() as u64, self.size)?;
-        if out.is_empty() {
-            return Ok(());
+    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        match &self.storage {
+            Storage::Whole(buffer) => buffer.read(offset, out),
+            Storage::Segments(segments) => segments.read(offset, out),
         }
-        // SAFETY: the buffer exists. The range lies inside `whole` (checked above), and `out` is
-        // writable for its length.
-        unsafe {
-            let get = { self.buffer.as_ref() }.iface.get_tensor;
-            let get = get.ok_or_else(|| GgmlMemory::lacks("get_tensor"))?;
-            let (to, len) = (out.as_mut_ptr().cast(), out.len());
-            get(self.buffer.as_ptr(), self.whole(), to, offset as usize, len);
-        }
-        Ok(())
     }
 
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
-        check_range(offset, len, self.size)?;
-        if len == 0 {
-            return Ok(());
+        self.copies.written(offset, len);
+        match &self.storage {
+            Storage::Whole(buffer) => buffer.fill(offset, len, value),
+            Storage::Segments(segments) => segments.fill(offset, len, value),
         }
-        self.written(offset, len);
-        // SAFETY: the buffer exists, and the range lies inside `whole` (checked above).
-        let memset = unsafe { self.buffer.as_ref() }.iface.memset_tensor;
-        let end = offset + len;
-        // A slot that some backends leave empty.
-        let words = memset.map_or(offset..offset, |_| whole_words(offset..end));
-        for part in [offset..words.start, words.end..end] {
-            let bytes = vec![value; CHUNK.min((part.end - part.start) as usize)];
-            for at in part.clone().step_by(CHUNK) {
-                let bytes = &bytes[..CHUNK.min((part.end - at) as usize)];
-                self.write(at, Bytes::from(bytes))?;
-            }
-        }
-        if let (Some(memset), false) = (memset, words.is_empty()) {
-            // SAFETY: `memset` is the function of this buffer's own table. The tensor of `whole`
-            // covers the buffer, and the words lie inside (checked above).
-            unsafe {
-                memset(
-                    self.buffer.as_ptr(),
-                    self.whole(),
-                    value,
-                    words.start as usize,
-                    (words.end - words.start) as usize,
-                )
-            };
-        }
-        Ok(())
     }
 
     fn copy_from(
@@ -251,11 +158,9 @@ impl Memory for GgmlMemory {
         source_offset: u64,
         len: u64,
     ) -> Result<(), EngineError> {
-        let source = { source.as_any().downcast_ref::<GgmlMemory>() }
-            .filter(|source| self.has(source))
-            .ok_or(EngineError::ForeignMemory)?;
-        check_range(offset, len, self.size)?;
-        check_range(source_offset, len, source.size)?;
+        let source = GgmlMemory::of(source, self.allocator())?;
+        check_range(offset, len, self.size())?;
+        check_range(source_offset, len, source.size())?;
         let mut bytes = vec![0; CHUNK.min(len as usize)];
         let mut copy = |at: u64| {
             let part = &mut bytes[..CHUNK.min((len - at) as usize)];
@@ -264,7 +169,7 @@ impl Memory for GgmlMemory {
         };
         let mut chunks = (0..len.div_ceil(CHUNK as u64)).map(|chunk| chunk * CHUNK as u64);
         // Where the ranges overlap, a chunk is read before it is overwritten.
-        let is_forward = self.buffer != source.buffer || offset <= source_offset;
+        let is_forward = !std::ptr::eq(self, source) || offset <= source_offset;
         match is_forward {
             true => chunks.try_for_each(&mut copy),
             false => chunks.rev().try_for_each(&mut copy),
@@ -272,46 +177,76 @@ impl Memory for GgmlMemory {
     }
 
     fn mark_weights(&self) {
-        self.is_weights.store(true, Ordering::Relaxed);
+        self.copies.mark_weights();
+    }
+
+    fn freeze(&self) -> bool {
+        self.segments().map(SegmentedMemory::freeze).is_ok()
+    }
+
+    fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        self.segments()?.extent(offset, len)
+    }
+
+    fn begin_extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        let segments = self.segments()?;
+        self.copies.written(offset, len);
+        segments.begin_extent(offset, len)
+    }
+
+    fn append(&self, extent: &Arc<dyn Extent>, data: Bytes<'_>) -> Result<(), EngineError> {
+        let written = self.segments()?.append(extent, data)?;
+        self.copies
+            .written(written.start, written.end - written.start);
+        Ok(())
+    }
+
+    fn is_untouched(&self, offset: u64, len: u64) -> bool {
+        // To compare an upload with bytes of a GPU would read them back, behind all work of others.
+        let segments = self.segments().ok().filter(|_| self.is_host);
+        segments.is_some_and(|segments| segments.is_untouched(offset, len))
+    }
+
+    fn bytes_in_use(&self) -> u64 {
+        match &self.storage {
+            Storage::Whole(buffer) => buffer.size(),
+            Storage::Segments(segments) => segments.bytes_in_use(),
+        }
+    }
+
+    fn unshare(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        match &self.storage {
+            Storage::Whole(_) => Ok(()),
+            Storage::Segments(segments) => segments.unshare(offset, len, is_cancelled),
+        }
+    }
+
+    fn attach(
+        &self,
+        offset: u64,
+        extent: &Arc<dyn Extent>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<u64, EngineError> {
+        let segments = self.segments()?;
+        // Also of the same bytes: others may have copies of what is attached.
+        self.copies.written(offset, extent.size());
+        segments.attach(offset, extent, is_cancelled)
+    }
+
+    fn is_unmodified(&self) -> bool {
+        self.segments().is_ok_and(SegmentedMemory::is_unmodified)
     }
 
     fn charge_copies(&self, account: Arc<dyn CopyAccount>) {
-        // A second account is dropped.
-        let _ = self.account.set(account);
+        self.copies.charge(account);
     }
 
     fn as_any(&self) -> &dyn Any {
         self
-    }
-}
-
-impl Drop for GgmlMemory {
-    fn drop(&mut self) {
-        // SAFETY: the object owns the buffer. Plans keep their memory alive, so nothing uses it.
-        unsafe { self.allocator.free_buffer(self.buffer) };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn filled_words_are_whole_and_all_that_a_range_has() {
-        for start in 0..9 {
-            for end in start..20 {
-                let words = whole_words(start..end);
-                assert!(start <= words.start && words.start <= words.end && words.end <= end);
-                let all = (0..5).filter(|word| start <= 4 * word && 4 * word + 4 <= end);
-                assert_eq!(
-                    (words.end - words.start) / 4,
-                    all.count() as u64,
-                    "{start}..{end}"
-                );
-                if !words.is_empty() {
-                    assert_eq!((words.start % 4, words.end % 4), (0, 0), "{start}..{end}");
-                }
-            }
-        }
     }
 }

@@ -10,15 +10,18 @@ use vgpu_transport::ir::{
 };
 
 use crate::device::BackendDevice;
+use crate::located::Located;
 use crate::memory::GgmlMemory;
 use crate::params;
-use crate::tensors::{Arena, compute, view};
+use crate::tensors::{Arena, compute};
 
 /// A graph of a guest and what its tensors are on the device.
 pub(crate) struct Source<'a> {
     pub(crate) graph: &'a IrGraph,
     /// The memory of each buffer in the graph's table.
-    pub(crate) memory: Vec<&'a GgmlMemory>,
+    memory: &'a [&'a GgmlMemory],
+    /// The places of its tensors.
+    located: &'a Located,
     /// Whether the guest leaves zero bytes behind quantised rows.
     pads_rows: bool,
     /// Whether a node writes to the buffer, for each of the table.
@@ -86,7 +89,11 @@ pub(crate) enum Encoded {
 }
 
 impl<'a> Source<'a> {
-    pub(crate) fn new(valid: &'a ValidGraph, memory: Vec<&'a GgmlMemory>) -> Source<'a> {
+    pub(crate) fn new(
+        valid: &'a ValidGraph,
+        memory: &'a [&'a GgmlMemory],
+        located: &'a Located,
+    ) -> Source<'a> {
         let graph = valid.graph();
         let mut is_written = vec![false; memory.len()];
         let written = graph.nodes.iter().flat_map(Node::written_tensors);
@@ -94,13 +101,12 @@ impl<'a> Source<'a> {
             is_written[graph.tensors[tensor].buffer as usize] = true;
         }
         for (memory, _) in memory.iter().zip(&is_written).filter(|(_, is)| **is) {
-            // Also of memory that is marked as weights later. Dropped without the lock.
-            let ended = memory.copies().forbid();
-            drop(ended);
+            memory.copies().forbid();
         }
         Source {
             graph,
             memory,
+            located,
             pads_rows: valid.pads_rows(),
             is_written,
         }
@@ -111,8 +117,8 @@ impl<'a> Source<'a> {
     /// the node ([`uses`](vgpu_engine::fuse::uses)); `None` if the result has to be in memory.
     ///
     /// # Safety
-    /// `present` has a valid tensor for each tensor of the graph, and the memory that they and
-    /// `memory` name is allocated.
+    /// `present` has a valid tensor for each tensor of the graph, the places of the tensors are
+    /// right, and the graph's memory is allocated.
     pub(crate) unsafe fn encode(
         &self,
         device: &BackendDevice,
@@ -146,9 +152,8 @@ impl<'a> Source<'a> {
         if !computes {
             return None;
         }
-        let memory = self.memory[to.buffer as usize];
-        // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
-        let mut dst = unsafe { view(to, memory.whole()) };
+        // SAFETY: the contract of this function.
+        let mut dst = unsafe { self.located.view(node.dst, to) };
         let mut sources: Vec<*mut abi::ggml_tensor> = { node.src.as_slice().iter() }
             .map(|source| source.map_or(std::ptr::null_mut(), |index| present.get(graph, index)))
             .collect();
@@ -203,11 +208,13 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// The memory of the first operand if it holds nothing but weights.
-    pub(crate) fn weights(&self, node: &Node) -> Option<&'a GgmlMemory> {
-        let buffer = self.graph.src(node, 0)?.buffer as usize;
+    /// The memory of the first operand if it holds nothing but weights, and the index of the
+    /// operand.
+    pub(crate) fn weights(&self, node: &Node) -> Option<(&'a GgmlMemory, u32)> {
+        let index = (*node.src.as_slice().first()?)?;
+        let buffer = self.graph.tensors[index as usize].buffer as usize;
         let memory = self.memory[buffer];
-        (memory.is_weights() && !self.is_written[buffer]).then_some(memory)
+        (memory.copies().is_weights() && !self.is_written[buffer]).then_some((memory, index))
     }
 
     /// Whether the product, if the node is one, may read its rows of quantised weights in units of

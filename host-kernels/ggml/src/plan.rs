@@ -15,12 +15,13 @@ use vgpu_transport::lock::lock;
 
 use crate::device::BackendDevice;
 use crate::flight::{Flight, Landing};
+use crate::located::{Located, is_current};
 use crate::memory::GgmlMemory;
 use crate::nodes::{Encoded, Present, Source};
 use crate::pace::{Growth, Known, Pace, Piece};
 use crate::repack::{Product, RepackedSource};
 use crate::room::Room;
-use crate::tensors::{Arena, Graph, numbers, view};
+use crate::tensors::{Arena, Graph, numbers};
 
 /// The most tensors of a node: its result and its sources.
 const MAX_TENSORS: usize = abi::GGML_MAX_SRC as usize + 1;
@@ -39,6 +40,8 @@ pub(crate) struct GgmlPlan {
     device: Arc<BackendDevice>,
     fallback: Arc<dyn Engine>,
     buffers: Vec<Arc<dyn Memory>>,
+    /// The changes of each of them as long as the tensors of `arena` are right.
+    changes: Box<[u64]>,
     splits: Vec<Split>,
     /// The nodes of the device, and their indices in the guest's graph.
     graph: Graph,
@@ -61,8 +64,8 @@ pub(crate) struct GgmlPlan {
     arena: Arena,
 }
 
-// SAFETY: the tensors of the arena point to each other and to buffers, which the plan keeps alive.
-// No other object has these pointers, so that they move with the plan.
+// SAFETY: the tensors of the arena point to each other and to buffers of the memories that the plan
+// keeps alive. No other object has these pointers, so that they move with the plan.
 unsafe impl Send for GgmlPlan {}
 
 /// The bytes that `compile` allocates for so many tensors and nodes, at most.
@@ -98,16 +101,18 @@ impl GgmlPlan {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<GgmlPlan, EngineError> {
         let graph = valid.graph();
-        let memory = buffers.iter().map(|buffer| buffer.as_any().downcast_ref());
-        let memory: Option<Vec<&GgmlMemory>> = memory.collect();
-        let source = Source::new(valid, memory.ok_or(EngineError::ForeignMemory)?);
+        let memory = { buffers.iter() }
+            .map(|buffer| GgmlMemory::of(&**buffer, &device.allocator))
+            .collect::<Result<Vec<&GgmlMemory>, _>>()?;
+        let located = Located::of(graph, &memory, is_cancelled)?;
+        let source = Source::new(valid, &memory, &located);
         let mut arena = Arena::default();
         let mut cancellation = Cancellation::new(is_cancelled);
         let mut present = Present::with_capacity(graph.tensors.len());
-        for tensor in &graph.tensors {
-            let memory = source.memory[tensor.buffer as usize];
-            // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
-            present.add(arena.keep(unsafe { view(tensor, memory.whole()) }));
+        for (index, tensor) in (0..).zip(&graph.tensors) {
+            // SAFETY: nobody changes the memory of the graph meanwhile (the contract of `Memory`),
+            // so the places are right, and `buffers` keeps it alive.
+            present.add(arena.keep(unsafe { located.view(index, tensor) }));
         }
         let (mut splits, mut nodes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
         let (mut places, mut estimates) = (Vec::new(), Vec::new());
@@ -122,7 +127,7 @@ impl GgmlPlan {
             }
             let kept = arena.len();
             let used = of_results[at];
-            // SAFETY: `present` has tensors of this arena, whose memory the plan keeps alive.
+            // SAFETY: `present` has tensors of this arena. For the places and the memory as above.
             let encoded = unsafe { source.encode(&device, node, used, &present, &mut arena) };
             { &device.placement }.note(&node.op, &device.name, encoded.is_some());
             let Some(encoded) = encoded else {
@@ -146,7 +151,7 @@ impl GgmlPlan {
             };
             let result = match encoded {
                 Encoded::InPlace(result) => {
-                    if let Some(memory) = source.weights(node) {
+                    if let Some((memory, index)) = source.weights(node) {
                         let free = || fallback.memory().free;
                         // SAFETY: as below.
                         let supports = |node| unsafe { device.supports(node) };
@@ -154,7 +159,9 @@ impl GgmlPlan {
                             graph,
                             node,
                             made: result,
-                            memory,
+                            copies: memory.copies(),
+                            shared: { located.place(index).segment() }
+                                .map(|(extent, offset)| (extent.copies(), offset)),
                         };
                         // SAFETY: the node and its sources are tensors of the arena, which no
                         // backend has yet, and the plan keeps their memory alive.
@@ -198,6 +205,7 @@ impl GgmlPlan {
             device,
             fallback,
             buffers: buffers.to_vec(),
+            changes: located.into_changes(),
             splits,
             measured: Vec::with_capacity(if is_measured { nodes.len() } else { 0 }),
             graph: Graph::new(nodes, &uses),
@@ -284,6 +292,16 @@ impl GgmlPlan {
         flight: &mut Flight<'_>,
     ) -> Result<RunStatus, RunError> {
         let is_end = self.next.0 + 1 == self.splits.len();
+        if !self.is_current() {
+            return Err(RunError::Kernel {
+                node: self
+                    .places
+                    .get(self.next.1)
+                    .map_or(0, |&node| node as usize),
+                op: "",
+                message: "the graph's memory has moved since it was compiled".to_owned(),
+            });
+        }
         while self.next.1 < end {
             let begin = self.next.1;
             let (piece, number) = self.piece(end, known);
@@ -297,10 +315,10 @@ impl GgmlPlan {
                 }
             }
             let graph = self.graph.part(begin..piece.end, number, flight.pieces());
-            // SAFETY: the plan keeps the tensors and the buffers, and the graph does not change
-            // before it has landed: each piece of a flight has another one. The caller lets nothing
-            // access the buffers during a run: the contract of `Memory`. `launch` lands before it
-            // returns.
+            // SAFETY: the plan keeps the tensors and the memories, whose bytes are where they were
+            // at the compilation (checked above). The graph does not change before it has landed:
+            // each piece of a flight has another one. The caller lets nothing access the memories
+            // during a run: the contract of `Memory`. `launch` lands before it returns.
             let submitted = unsafe { flight.submit(graph, piece.time) };
             submitted.map_err(|status| RunError::Kernel {
                 node: self.places[begin] as usize,
@@ -438,6 +456,7 @@ impl Plan for GgmlPlan {
             + self.buffers.capacity() * size_of::<Arc<dyn Memory>>()
             + self.measured.capacity() * size_of::<Piece>()
             + self.repacked.capacity() * size_of::<RepackedSource>()
+            + size_of_val(&*self.changes)
             + size_of_val(&*self.places)
             + size_of_val(&*self.estimates);
         let graph = self.graph.bytes() + self.arena.bytes() + self.room.host_bytes();
@@ -465,5 +484,9 @@ impl Plan for GgmlPlan {
 
     fn device_bytes(&self) -> u64 {
         self.room.bytes()
+    }
+
+    fn is_current(&self) -> bool {
+        is_current(&self.buffers, &self.changes)
     }
 }

@@ -6,19 +6,18 @@
 //!
 //! The guest's bytes stay where they are. A product with weights reads a copy, which is made when a
 //! graph with the product is compiled. The guest is charged for the copy. A write to the weights
-//! ends it: plans then read the guest's bytes.
+//! ends it: plans then read the guest's bytes. Guests that share the bytes share the copy.
 
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
-use crate::copies::{CopyType, Key, WeightCopy};
+use crate::copies::{CopyType, HeldCopy, Key, SharedCopies, WeightCopies, WeightCopy};
 use crate::library::{Functions, Library};
-use crate::memory::GgmlMemory;
 
 /// The largest weight that is copied, in bytes: nothing ends a copy before its last byte.
 const MAX_WEIGHT: u64 = 512 << 20;
@@ -118,7 +117,8 @@ impl Layouts {
             graph,
             node,
             made,
-            memory,
+            copies,
+            shared,
         } = *product;
         let weights = graph.src(node, 0);
         let weights = weights.filter(|_| is_plain_product(graph, node));
@@ -128,10 +128,10 @@ impl Layouts {
         let key = Key::of(weights);
         // SAFETY: the node is valid, and this call has it alone (this function's contract).
         let plain = unsafe { (*made).src[0] };
-        let source = move |copy: Arc<WeightCopy>| RepackedSource {
+        let source = move |copy: &Arc<HeldCopy>| RepackedSource {
             node: made,
             plain,
-            copy,
+            copy: Arc::downgrade(copy),
         };
         // Whether the device computes the node with these weights, which stay its source if so.
         let computes = |weights: *const abi::ggml_tensor| {
@@ -145,9 +145,18 @@ impl Layouts {
                 computes
             }
         };
-        let found = memory.copies().find(&key);
-        if let Some(copy) = found {
-            return Ok(computes(copy.tensor()).then(|| source(copy)));
+        if let Some(held) = copies.find(&key) {
+            return Ok(computes(held.tensor()).then(|| source(&held)));
+        }
+        let in_shared = shared.map(|(shared, offset)| (shared, key.at(offset)));
+        if let Some(copy) = in_shared.and_then(|(shared, key)| shared.find(&key)) {
+            let held = computes(copy.tensor()).then(|| copies.hold(key, copy));
+            let held = held.flatten();
+            if held.is_none() {
+                // SAFETY: as above.
+                unsafe { (*made).src[0] = plain };
+            }
+            return Ok(held.map(|held| source(&held)));
         }
         if key.bytes() > MAX_WEIGHT {
             return Ok(None);
@@ -165,25 +174,27 @@ impl Layouts {
         if is_cancelled() {
             return Err(EngineError::Cancelled);
         }
-        // SAFETY: `plain` is a view of the memory, which is the host's: only backends for the
-        // processor have such buffer types, and the sources of their nodes are plain addresses.
-        let copy = unsafe {
-            let of = CopyType {
-                functions: self.functions,
-                buft: layout.buft,
-                bytes: &self.bytes,
-            };
-            WeightCopy::new(of, &key, (*plain).data, |cost| {
-                memory.pay_for(cost, host_free)
-            })
+        let of = CopyType {
+            functions: self.functions,
+            buft: layout.buft,
+            bytes: &self.bytes,
         };
-        let Some(copy) = copy.map(Arc::new) else {
+        let held = copies.make(key, of.cost(&key), host_free, |reserved| {
+            // SAFETY: `plain` is a view of the memory, which is the host's: only backends for the
+            // processor have such buffer types, and the sources of their nodes are plain addresses.
+            let copy = unsafe { WeightCopy::new(of, &key, (*plain).data, reserved) }?;
+            Some(match in_shared {
+                Some((shared, key)) => shared.add(key, copy),
+                None => Arc::new(copy),
+            })
+        });
+        let Some(held) = held else {
             return Ok(None);
         };
-        memory.copies().add(key, &copy);
-        // SAFETY: as above. The copy lives as long as the returned value, which the plan keeps.
-        unsafe { (*made).src[0] = copy.tensor().cast_mut() };
-        Ok(Some(source(copy)))
+        // SAFETY: as above. The memory has the copy as long as nobody writes to the weights, and
+        // the plan asks for it before each run.
+        unsafe { (*made).src[0] = held.tensor().cast_mut() };
+        Ok(Some(source(&held)))
     }
 }
 
@@ -202,8 +213,11 @@ pub(crate) struct Product<'a> {
     pub(crate) node: &'a Node,
     /// The node as the device computes it.
     pub(crate) made: *mut abi::ggml_tensor,
-    /// Where the weights are.
-    pub(crate) memory: &'a GgmlMemory,
+    /// The copies of the memory with the weights.
+    pub(crate) copies: &'a WeightCopies,
+    /// The copies of all memories that hold these bytes, and the first byte of the weights in them,
+    /// if others can hold them.
+    pub(crate) shared: Option<(&'a SharedCopies, u64)>,
 }
 
 /// Whether kernels for other layouts may compute a node: one matrix, and rows of F32, which they
@@ -238,17 +252,18 @@ pub(crate) struct RepackedSource {
     node: *mut abi::ggml_tensor,
     /// Its weights as the guest stores them.
     plain: *mut abi::ggml_tensor,
-    copy: Arc<WeightCopy>,
+    /// Exists as long as the guest's bytes are those that were copied.
+    copy: Weak<HeldCopy>,
 }
 
 impl RepackedSource {
     /// Makes the product read the guest's bytes if the copy has ended. Returns whether it still
-    /// reads the copy.
+    /// reads the copy, which exists until somebody writes to the weights.
     ///
     /// # Safety
     /// The node and its sources must be valid tensors that no backend accesses during the call.
     pub(crate) unsafe fn refresh(&self) -> bool {
-        let is_valid = self.copy.is_valid();
+        let is_valid = self.copy.strong_count() > 0;
         if !is_valid {
             // SAFETY: the contract of this function.
             unsafe { (*self.node).src[0] = self.plain };

@@ -6,7 +6,7 @@ use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
 
 use crate::allocator::{Allocator, allocation_size};
-use crate::memory::GgmlMemory;
+use crate::buffer::DeviceBuffer;
 
 /// Bytes for the alignment of parts behind a result (128 in `ggml-cuda`), which a backend counts
 /// for the address that it was asked about.
@@ -20,7 +20,7 @@ pub(crate) struct Room {
     results: Vec<*mut abi::ggml_tensor>,
     /// The most bytes that a result wants; 0 if there is none.
     bytes: u64,
-    memory: Option<GgmlMemory>,
+    memory: Option<DeviceBuffer>,
 }
 
 impl Room {
@@ -58,7 +58,7 @@ impl Room {
         if self.bytes == 0 || self.memory.is_some() {
             return Ok(());
         }
-        let memory = GgmlMemory::alloc(allocator, self.bytes)?;
+        let memory = DeviceBuffer::alloc(allocator, self.bytes)?;
         for &result in &self.results {
             // SAFETY: the tensor of all bytes lives as long as the memory, and the results are
             // valid and not accessed: this function's contract.

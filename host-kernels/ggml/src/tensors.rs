@@ -7,7 +7,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vgpu_ggml_abi as abi;
-use vgpu_transport::ir::{Op, Shape, Tensor, Type};
+use vgpu_transport::ir::{Op, Shape, Type};
 
 use crate::params::Encoded;
 
@@ -64,19 +64,23 @@ pub(crate) fn unplaced(shape: &Shape) -> abi::ggml_tensor {
     }
 }
 
-/// A tensor as a view of the tensor `whole` of its buffer.
+/// A tensor whose first byte has this offset, as a view of the tensor `whole` of its buffer.
 ///
 /// # Safety
 /// `whole` must point to a tensor that [`whole`] has made.
-pub(crate) unsafe fn view(tensor: &Tensor, whole: *mut abi::ggml_tensor) -> abi::ggml_tensor {
+pub(crate) unsafe fn view(
+    shape: &Shape,
+    whole: *mut abi::ggml_tensor,
+    offset: u64,
+) -> abi::ggml_tensor {
     // SAFETY: the caller guarantees that `whole` points to a tensor.
     let (buffer, base) = unsafe { ((*whole).buffer, (*whole).data) };
     abi::ggml_tensor {
         buffer,
         view_src: whole,
-        view_offs: tensor.offset as usize,
-        data: base.wrapping_byte_add(tensor.offset as usize),
-        ..unplaced(&tensor.shape)
+        view_offs: offset as usize,
+        data: base.wrapping_byte_add(offset as usize),
+        ..unplaced(shape)
     }
 }
 

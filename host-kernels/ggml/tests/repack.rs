@@ -3,90 +3,19 @@
 #[path = "../../../tests/common/mod.rs"]
 mod common;
 mod graphs;
+mod products;
 
-use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use graphs::{PRODUCT, Place, floats, graph, memory, put};
-use vgpu_cpu::CpuEngine;
-use vgpu_engine::{CopyAccount, Engine, EngineError, Memory, Plan, RunStatus, Turn};
-use vgpu_ggml::{BackendOptions, GgmlEngine};
+use graphs::{PRODUCT, floats, graph, memory, put};
+use products::{
+    BLOCK, COLUMNS, Quota, ROWS, TENSORS, WEIGHTS, check, compile, even, odd, start, taken,
+    write_weights,
+};
+use vgpu_engine::{Engine, EngineError, Memory, Plan, RunStatus, Turn};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{Op, Precision, Type};
-
-/// ggml's CPU backend of the release that most tests run on.
-const BACKEND: &str = "build-llama-0.3.36/bin/libggml-cpu.so";
-
-/// 256 rows of 256 elements, and the same number of rows behind them.
-const COLUMNS: u64 = 256;
-const ROWS: u64 = 256;
-const BLOCK: u64 = 18;
-const WEIGHTS: u64 = ROWS * COLUMNS / 32 * BLOCK;
-
-/// Weights, a vector, and their product.
-const TENSORS: [Place; 3] = [
-    (Type::Q4_0, [COLUMNS, ROWS, 1, 1], 0, 0),
-    (Type::F32, [COLUMNS, 1, 1, 1], 1, 0),
-    (Type::F32, [ROWS, 1, 1, 1], 1, 4096),
-];
-
-fn start(memory: Option<u64>, repacks: bool) -> GgmlEngine {
-    let options = BackendOptions {
-        threads: 1,
-        memory,
-        repacks,
-        ..BackendOptions::default()
-    };
-    let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    let path = common::cached(BACKEND);
-    GgmlEngine::start(&path, &options, cpu).unwrap()
-}
-
-/// Blocks of 32 elements with the scale 1: row `n` has elements of `value(n)`, from -8 to 7.
-fn write_weights(memory: &dyn Memory, value: impl Fn(u64) -> i8) {
-    let mut bytes = Vec::new();
-    for row in 0..ROWS {
-        let nibble = (value(row) + 8).cast_unsigned();
-        for _ in 0..COLUMNS / 32 {
-            bytes.extend(0x3c00u16.to_le_bytes());
-            bytes.extend([nibble * 0x11; 16]);
-        }
-    }
-    memory.write(0, Bytes::from(&*bytes)).unwrap();
-}
-
-fn compile(engine: &dyn Engine, memory: &[Arc<dyn Memory>; 2]) -> Box<dyn Plan> {
-    let graph = graph(engine, &TENSORS, &[(PRODUCT, 2, &[0, 1])]);
-    engine.compile(&graph, memory, &|| false).unwrap()
-}
-
-/// Runs the plan with a vector of ones, and compares each product with `value` times the columns.
-fn check(plan: &mut dyn Plan, memory: &[Arc<dyn Memory>; 2], value: impl Fn(u64) -> i8) {
-    put(&*memory[1], 0, &[1.0; COLUMNS as usize]);
-    put(&*memory[1], 4096, &[f32::NAN; ROWS as usize]);
-    assert_eq!(plan.launch(&Turn::new()), Ok(RunStatus::Done));
-    let products = floats(&*memory[1], 4096, ROWS as usize);
-    for (row, product) in (0..).zip(products) {
-        let wanted = f32::from(value(row)) * COLUMNS as f32;
-        assert!(
-            (product - wanted).abs() < 2.0,
-            "row {row}: {product}, not {wanted}"
-        );
-    }
-}
-
-fn odd(row: u64) -> i8 {
-    (row * 7 % 16) as i8 - 8
-}
-
-fn even(row: u64) -> i8 {
-    (row * 5 % 16) as i8 - 8
-}
-
-fn taken(engine: &dyn Engine) -> u64 {
-    engine.memory().total - engine.memory().free
-}
 
 #[test]
 fn products_read_copies_of_weights_until_the_guest_writes_to_them() {
@@ -108,13 +37,12 @@ fn products_read_copies_of_weights_until_the_guest_writes_to_them() {
     buffers[0].fill(WEIGHTS, 64, 1).unwrap();
     check(&mut *second, &buffers, odd);
     assert_eq!(engine.repacked_bytes(), copied);
-    // Both plans see the new weights, and the copy goes with the last plan that has read it.
+    // The copy is freed at once, also if no plan runs again. Both plans see the new weights.
     write_weights(&*buffers[0], even);
-    check(&mut *first, &buffers, even);
-    assert_eq!(engine.repacked_bytes(), copied);
-    check(&mut *second, &buffers, even);
     assert_eq!(engine.repacked_bytes(), 0);
     assert_eq!(taken(&engine), before);
+    check(&mut *first, &buffers, even);
+    check(&mut *second, &buffers, even);
     // A plan that is compiled now reads a copy again.
     let mut third = compile(&engine, &buffers);
     assert_eq!(engine.repacked_bytes(), copied);
@@ -247,37 +175,6 @@ fn a_compilation_that_is_cancelled_copies_nothing() {
     let error = plan.map(|_| ()).unwrap_err();
     assert!(matches!(error, EngineError::Cancelled), "{error}");
     assert_eq!(engine.repacked_bytes(), 0);
-}
-
-/// A guest that may have so many bytes of copies.
-struct Quota(Arc<AtomicU64>);
-
-/// Bytes of a [`Quota`], given back when this is dropped.
-struct Charged(Arc<AtomicU64>, u64);
-
-impl CopyAccount for Quota {
-    fn charge(
-        &self,
-        bytes: u64,
-        allocate: &mut dyn FnMut() -> Result<(), EngineError>,
-    ) -> Result<Box<dyn Any + Send + Sync>, EngineError> {
-        let free = self.0.load(Ordering::Relaxed);
-        let left = free.checked_sub(bytes).ok_or(EngineError::OutOfMemory {
-            wanted: bytes,
-            free,
-            total: 0,
-        })?;
-        self.0.store(left, Ordering::Relaxed);
-        let charged = Charged(Arc::clone(&self.0), bytes);
-        allocate()?;
-        Ok(Box::new(charged))
-    }
-}
-
-impl Drop for Charged {
-    fn drop(&mut self) {
-        self.0.fetch_add(self.1, Ordering::Relaxed);
-    }
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! Small graphs over two buffers, and their memory.
+#![allow(dead_code)] // each test binary uses a part of this module
 
 use std::sync::Arc;
 
