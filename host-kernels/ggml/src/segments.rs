@@ -759,8 +759,7 @@ impl SegmentedMemory {
         self.state().bytes
     }
 
-    /// As [`Memory::unshare`](vgpu_engine::Memory::unshare). Bytes without memory get it, as one
-    /// segment.
+    /// As [`Memory::unshare`](vgpu_engine::Memory::unshare).
     ///
     /// # Errors
     /// As there.
@@ -771,10 +770,7 @@ impl SegmentedMemory {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), EngineError> {
         check_range(offset, len, self.size)?;
-        let range = offset..offset + len;
-        let mut state = self.state();
-        self.own(&mut state, &range, is_cancelled)?;
-        self.fill_gaps(&mut state, &range)
+        self.own(&mut self.state(), &(offset..offset + len), is_cancelled)
     }
 
     /// As [`Memory::attach`](vgpu_engine::Memory::attach). A range that cuts a segment is copied.

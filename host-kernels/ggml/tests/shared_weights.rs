@@ -371,6 +371,39 @@ fn a_compilation_that_is_cancelled_moves_nothing() {
     assert_eq!(read(&*buffers[0], 0, WEIGHTS), bytes);
 }
 
+/// A copy asks after each 4 MiB whether it is still wanted.
+#[test]
+fn a_copy_of_a_large_segment_can_be_cancelled() {
+    const LARGE: u64 = 13 << 20;
+    let engine = plain(None);
+    let [one, two] = [0; 2].map(|_| {
+        let first = engine.alloc(LARGE).unwrap();
+        engine.alloc_weights(&first).unwrap().expect("segments")
+    });
+    let bytes: Vec<u8> = (0..LARGE).map(|at| (at >> 8) as u8).collect();
+    upload(&*one, &bytes);
+    one.freeze();
+    let extent = one.extent(0, LARGE).unwrap();
+    two.attach(0, &extent, &|| false).unwrap();
+    two.freeze();
+    let before = taken(&engine);
+    // The first question comes before the copy.
+    for allowed in 0..4 {
+        let questions = AtomicU64::new(0);
+        let is_cancelled = || questions.fetch_add(1, Ordering::Relaxed) >= allowed;
+        let outcome = two.unshare(0, 1, &is_cancelled);
+        assert_eq!(outcome, Err(EngineError::Cancelled), "{allowed}");
+        assert_eq!(questions.into_inner(), allowed + 1);
+        assert_eq!(taken(&engine), before);
+    }
+    let questions = AtomicU64::new(0);
+    let count = || questions.fetch_add(1, Ordering::Relaxed) == u64::MAX;
+    two.unshare(0, 1, &count).unwrap();
+    assert_eq!(questions.into_inner(), 4);
+    assert!(taken(&engine) - before >= LARGE);
+    assert!(read(&*two, 0, LARGE) == bytes);
+}
+
 /// Both guests pay for the copy, and it exists once.
 #[test]
 fn copies_in_another_layout_are_shared_and_each_guest_pays() {
@@ -485,6 +518,8 @@ struct Modelled {
     memory: Arc<dyn Memory>,
     bytes: Vec<u8>,
     is_frozen: bool,
+    /// What the guest has named.
+    named: Vec<(u64, u64)>,
     /// What the guest uploads, where it begins, and how many bytes are there.
     open: Option<(Weak<dyn Extent>, u64, u64)>,
 }
@@ -494,13 +529,16 @@ struct Modelled {
 #[test]
 fn random_requests_keep_the_bytes_of_all_buffers_and_extents() {
     let engine = plain(None);
+    let mut shared = 0;
     for seed in 0..30 {
-        random_requests(&engine, seed);
+        shared += random_requests(&engine, seed);
         assert_eq!(taken(&engine), 0, "seed {seed}");
     }
+    assert!(shared > 10 * SIZE, "{shared} bytes were shared");
 }
 
-fn random_requests(engine: &GgmlEngine, seed: u64) {
+/// Returns the bytes that were shared.
+fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
     let mut random = Rng::new(seed, 0);
     let mut next = |below: u64| random.below(below);
     let others = engine.alloc(SIZE).unwrap();
@@ -508,26 +546,28 @@ fn random_requests(engine: &GgmlEngine, seed: u64) {
     let mut extents: Vec<(Weak<dyn Extent>, Vec<u8>)> = Vec::new();
     // Every third run has ranges that begin anywhere.
     let unit = if seed.is_multiple_of(3) { 1 } else { 256 };
+    let mut shared = 0;
     for step in 0..400 {
         let what = format!("seed {seed}, step {step}");
         let count = buffers.len() as u64;
         let which = next(count.max(1)) as usize;
         let start = next(SIZE / unit) * unit;
-        let len = (1 + next((SIZE - start) / unit)).min(next(SIZE / unit) + 1) * unit;
+        let len = (1 + next((SIZE - start) / unit)).min(next(SIZE / unit / 4) + 1) * unit;
         let range = start as usize..(start + len).min(SIZE) as usize;
         let len = (range.end - range.start) as u64;
-        let request = next(12);
+        let request = next(18);
         if request == 0 && count < 4 {
             let [memory, _] = for_weights(engine);
             buffers.push(Modelled {
                 memory,
                 bytes: vec![0; SIZE as usize],
                 is_frozen: false,
+                named: Vec::new(),
                 open: None,
             });
             continue;
         }
-        if request == 1 && count > 2 {
+        if request == 1 && count > 3 {
             buffers.swap_remove(which);
             continue;
         }
@@ -537,22 +577,23 @@ fn random_requests(engine: &GgmlEngine, seed: u64) {
         let mut content = vec![0; range.len()];
         content.iter_mut().for_each(|byte| *byte = next(256) as u8);
         match request {
-            2 | 3 => {
+            2 => {
                 it.memory.write(start, Bytes::from(&*content)).unwrap();
                 it.bytes[range].copy_from_slice(&content);
             }
-            4 => {
+            3 => {
                 it.memory.fill(start, len, step as u8).unwrap();
                 it.bytes[range].fill(step as u8);
             }
-            5 => {
+            4..=7 => {
                 if let Ok(extent) = it.memory.begin_extent(start, len) {
                     assert!(!it.is_frozen, "{what}");
                     it.bytes[range].fill(0);
+                    it.named.push((start, len));
                     it.open = Some((Arc::downgrade(&extent), start, 0));
                 }
             }
-            6 | 7 => {
+            8 | 9 => {
                 let Some((extent, at, done)) = it.open.take() else {
                     continue;
                 };
@@ -568,14 +609,17 @@ fn random_requests(engine: &GgmlEngine, seed: u64) {
                     it.open = Some((Arc::downgrade(&extent), at, done + part.len() as u64));
                 }
             }
-            8 => it.is_frozen |= it.memory.freeze(),
-            9 => {
-                if let Ok(extent) = it.memory.extent(start, len) {
-                    assert!(it.is_frozen, "{what}");
-                    extents.push((Arc::downgrade(&extent), it.bytes[range].to_vec()));
+            10 if it.named.len() > 2 => {
+                it.is_frozen |= it.memory.freeze();
+                for (offset, len) in std::mem::take(&mut it.named) {
+                    if let Ok(extent) = it.memory.extent(offset, len) {
+                        assert!(it.is_frozen, "{what}");
+                        let bytes = &it.bytes[offset as usize..][..len as usize];
+                        extents.push((Arc::downgrade(&extent), bytes.to_vec()));
+                    }
                 }
             }
-            10 => {
+            11..=15 => {
                 let known = extents.get(next(extents.len().max(1) as u64) as usize);
                 let known = known.and_then(|(extent, bytes)| Some((extent.upgrade()?, bytes)));
                 let Some((extent, bytes)) = known else {
@@ -586,10 +630,10 @@ fn random_requests(engine: &GgmlEngine, seed: u64) {
                 if end > SIZE || it.is_frozen && it.bytes[to.clone()] != **bytes {
                     continue;
                 }
-                it.memory.attach(start, &extent, &|| false).unwrap();
+                shared += it.memory.attach(start, &extent, &|| false).unwrap();
                 it.bytes[to].copy_from_slice(bytes);
             }
-            _ => {
+            16 | 17 => {
                 // A graph copies up to 4 KiB from there to the other buffer, or the other way.
                 let words = (len / 4).clamp(1, 1024);
                 let at = (start / 4 * 4).min(SIZE - 4 * words);
@@ -611,6 +655,7 @@ fn random_requests(engine: &GgmlEngine, seed: u64) {
                     _ => it.bytes[place].fill(step as u8),
                 }
             }
+            _ => {}
         }
         for it in &buffers {
             assert!(read(&*it.memory, 0, SIZE) == it.bytes, "{what}");
@@ -626,4 +671,5 @@ fn random_requests(engine: &GgmlEngine, seed: u64) {
             true
         });
     }
+    shared
 }
