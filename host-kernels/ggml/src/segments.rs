@@ -47,9 +47,9 @@ fn spare(size: u64) -> u64 {
 }
 
 /// What the buffers of segments take besides their segments from which on a write fills whole gaps,
-/// and no extent begins. As many extents as fit, of the least length (64 KiB), take less.
+/// and no extent begins. As many extents as fit, of at least 64 KiB, take less.
 fn max_overhead(size: u64) -> u64 {
-    size / 16 + (64 << 10)
+    size / 8 + (64 << 10)
 }
 
 /// The rank of the segments of a memory. Copies are made under this lock, and the executor is asked

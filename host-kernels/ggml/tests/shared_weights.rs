@@ -161,6 +161,33 @@ fn an_extent_ends_when_its_only_memory_writes() {
     check(&mut *plan, &one, |row| if row == 0 { 0 } else { odd(row) });
 }
 
+/// Another guest compares its upload with this one, and has the extent meanwhile.
+#[test]
+fn a_write_withdraws_an_extent_that_is_not_complete() {
+    let engine = plain(None);
+    let [one, _] = for_weights(&engine);
+    let extent = one.begin_extent(0, WEIGHTS).unwrap();
+    one.append(&extent, Bytes::from(&[1; 4096][..])).unwrap();
+    assert_eq!(extent.filled(), 4096);
+    one.write(0, Bytes::from(&[2; 256][..])).unwrap();
+    let outcome = one.append(&extent, Bytes::from(&[3; 256][..]));
+    let is_refused = matches!(outcome, Err(EngineError::OutOfBounds { .. }));
+    assert!(is_refused, "{outcome:?}");
+    let mut bytes = [0; 4096];
+    extent.read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [1; 4096]);
+    assert!(extent.read(0, &mut [0; 4097]).is_err());
+    let expected = [vec![2; 256], vec![1; 3840], vec![0; 256]].concat();
+    assert_eq!(read(&*one, 0, 4352), expected);
+    // Nor is anything appended to memory that is frozen.
+    let [two, _] = for_weights(&engine);
+    let extent = two.begin_extent(0, WEIGHTS).unwrap();
+    two.freeze();
+    let outcome = two.append(&extent, Bytes::from(&[3; 256][..]));
+    let is_refused = matches!(outcome, Err(EngineError::OutOfBounds { .. }));
+    assert!(is_refused, "{outcome:?}");
+}
+
 #[test]
 fn a_plan_from_before_the_weights_were_shared_holds_no_memory() {
     let engine = plain(None);
@@ -244,6 +271,11 @@ fn a_failed_allocation_changes_nothing() {
     three[0].write(0, Bytes::from(head)).unwrap();
     let at = head.len() as u64;
     three[0].write(at, Bytes::from(tail)).unwrap();
+    // With a gap before what is there, and a larger one behind.
+    let four = for_weights(&engine);
+    four[0].write(8192, Bytes::from(&[4; 256][..])).unwrap();
+    four[0].freeze();
+    let of_first_gap = engine.alloc(8192).unwrap();
     // No further allocation: what is free is less than the least one.
     let mut filler = Vec::new();
     let mut size = 2 << 20;
@@ -275,12 +307,25 @@ fn a_failed_allocation_changes_nothing() {
     check(&mut *compile(&engine, &one), &one, odd);
     assert_eq!(read(&*three[0], 0, WEIGHTS), bytes);
     plain.write(0, Bytes::from(&[1; 64][..])).unwrap();
+    // The bytes of the first gap have memory, and those of the second one have not.
+    drop(of_first_gap);
+    let before = taken(&engine);
+    let outcome = four[0].fill(0, SIZE, 1);
+    let is_refused = matches!(outcome, Err(EngineError::OutOfMemory { .. }));
+    assert!(is_refused, "{outcome:?}");
+    assert_eq!((taken(&engine), four[0].bytes_in_use()), (before, 256));
+    assert_eq!(
+        read(&*four[0], 8000, 256),
+        [vec![0; 192], vec![4; 64]].concat()
+    );
     // With memory, all of it works.
     drop(filler);
+    four[0].fill(0, SIZE, 1).unwrap();
+    assert_eq!(read(&*four[0], 0, SIZE), vec![1; SIZE as usize]);
     check(&mut *compile(&engine, &three), &three, even);
     two[0].fill(0, ROW, 0).unwrap();
     assert!(engine.alloc_weights(&plain).unwrap().is_some());
-    drop((plan, one, two, three, extent, plain));
+    drop((plan, one, two, three, four, extent, plain));
     assert_eq!(taken(&engine), 0);
 }
 
@@ -303,6 +348,13 @@ fn no_other_allocation_gets_what_is_reserved_for_weights() {
         let len = bytes.len().min((SIZE - at) as usize);
         two[0].write(at, Bytes::from(&bytes[..len])).unwrap();
     }
+    // More than is reserved is refused, and the reservation stays.
+    let before = taken(&engine);
+    let refused = two[0].begin_extent(0, SIZE).map(|_| ());
+    let is_refused = matches!(refused, Err(EngineError::OutOfMemory { .. }));
+    assert!(is_refused, "{refused:?}");
+    assert_eq!(taken(&engine), before);
+    assert_eq!(read(&*two[0], 0, WEIGHTS), content(odd));
     // Begun again, in the place of the first upload.
     upload(&*two[0], &content(even));
     check(&mut *compile(&engine, &two), &two, even);
@@ -335,6 +387,35 @@ fn weights_in_any_parts_are_moved_together_for_a_graph() {
         assert!(buffers[0].freeze());
     }
     assert_eq!(taken(&engine), 0);
+}
+
+/// Kernels expect tensors at the alignment of their buffer. The segment moves, and its copy begins
+/// where the tensor is aligned.
+#[test]
+fn a_tensor_in_a_segment_at_an_odd_place_is_aligned() {
+    let engine = plain(None);
+    let (_one, extent) = first(&engine);
+    let buffers = for_weights(&engine);
+    assert_eq!(buffers[0].attach(100, &extent, &|| false), Ok(WEIGHTS));
+    buffers[0].freeze();
+    let before = taken(&engine);
+    let row = [ROW / 4, 1, 1, 1];
+    let tensors = [(Type::I32, row, 0, 256), (Type::I32, row, 1, 0)];
+    let from = graph(&engine, &tensors, &[(Op::Copy {}, 1, &[0])]);
+    let mut plan = engine.compile(&from, &buffers, &|| false).unwrap();
+    plan.run().unwrap();
+    let expected = content(odd)[156..][..ROW as usize].to_vec();
+    assert_eq!(read(&*buffers[1], 0, ROW), expected);
+    assert!(
+        taken(&engine) - before >= WEIGHTS,
+        "the segment has not moved"
+    );
+    // At a place that suits tensors, nothing moves.
+    let buffers = next(&engine, &extent);
+    let before = taken(&engine);
+    let plan = engine.compile(&from, &buffers, &|| false).unwrap();
+    assert_eq!(taken(&engine), before);
+    drop(plan);
 }
 
 /// The graph also reads bytes that nobody has written.
