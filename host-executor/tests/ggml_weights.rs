@@ -172,8 +172,8 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
     }
 }
 
-/// In the host's memory, an upload is compared with those of others. On a GPU, each guest needs room
-/// for its copy until the tensors are hashed.
+/// In the host's memory, an upload is compared with those of others. On a GPU, each guest needs
+/// room for its copy until the tensors are hashed.
 #[test]
 fn loads_at_once_need_one_copy_in_host_memory_and_one_each_on_a_gpu() {
     let folder = tempfile::tempdir().unwrap();

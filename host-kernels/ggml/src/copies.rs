@@ -168,8 +168,8 @@ impl WeightCopy {
 
 impl Drop for WeightCopy {
     fn drop(&mut self) {
-        // SAFETY: the object owns the buffer. Nothing uses it: plans read a copy only while a memory
-        // has it, and no memory drops a copy during a run (the contract of `Memory`).
+        // SAFETY: the object owns the buffer. Nothing uses it: plans read a copy while a memory has
+        // it, and no memory drops a copy during a run (the contract of `Memory`).
         unsafe { (self.functions.buffer_free)(self.buffer.as_ptr()) };
         self.bytes.fetch_sub(self.cost(), Ordering::Relaxed);
     }

@@ -72,6 +72,8 @@ unsafe impl Send for GgmlPlan {}
 /// [`GgmlPlan::allocate`] allocates the copies of nodes that the device lacks.
 pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     let tensor = size_of::<abi::ggml_tensor>() + 64;
+    // Where a tensor is, and to find that out: the bytes that the graph uses.
+    let located = 256;
     // A node of the device has a tensor of its own and, if it is a copy, another, and may be
     // followed by a copy. Each of both has up to one graph; a place, an estimate and a measurement;
     // and what ggml knows of its uses. A node of another engine has a graph of its own.
@@ -83,7 +85,7 @@ pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
         + 2 * size_of::<Node>()
         + 8 * ALLOCATION_BYTES;
     let node = 2 * (size_of::<Split>() + size_of::<RepackedSource>()) + of_device.max(planned);
-    let all = counts.tensors * (tensor + 16) + counts.nodes * node + counts.buffers * 32;
+    let all = counts.tensors * (tensor + 16 + located) + counts.nodes * node + counts.buffers * 128;
     (all + size_of::<GgmlPlan>() + 256) as u64
 }
 
