@@ -1,6 +1,8 @@
 //! Memory while several guests load the same model at once: their weights need one copy at any
 //! time, not only after the end of all loads.
 
+#[path = "../../tests/common/mod.rs"]
+mod cache;
 mod common;
 
 use std::fs;
@@ -13,6 +15,8 @@ use std::time::Duration;
 use common::model::for_weights;
 use common::{Guest, Host, TIMEOUT};
 use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
+use vgpu_executor::engine::{EngineKind, GgmlBackend, start};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Process, WeightStore};
 use vgpu_gguf::Rng;
@@ -58,9 +62,15 @@ impl Model {
     }
 }
 
+/// The memory of the engine.
+const MEMORY: u64 = 1 << 30;
+
 fn host() -> (Host, WeightStore) {
-    let engine = CpuEngine::new(1, Some(1 << 30)).expect("a thread");
-    let host = Host::limited(Arc::new(engine), Limits::default(), 64);
+    host_on(Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("a thread")))
+}
+
+fn host_on(engine: Arc<dyn Engine>) -> (Host, WeightStore) {
+    let host = Host::limited(engine, Limits::default(), 64);
     let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
     host.server
         .share_weights(weights.clone())
@@ -175,6 +185,23 @@ fn end(host: &Host, guests: Vec<(Guest, BufferId)>) {
 
 #[test]
 fn guests_that_load_at_once_need_one_copy_at_any_time() {
+    load_at_once(host);
+}
+
+/// The engine over a backend of ggml, whose memory is that of the host.
+#[test]
+fn guests_that_load_at_once_need_one_copy_on_ggmls_cpu_backend() {
+    let backend = GgmlBackend {
+        path: cache::cached("build-llama-0.3.36/bin/libggml-cpu.so"),
+        device: None,
+    };
+    load_at_once(|| {
+        let engine = start(&EngineKind::Ggml(backend), 1.into(), Some(MEMORY));
+        host_on(engine.unwrap())
+    });
+}
+
+fn load_at_once(host: impl FnOnce() -> (Host, WeightStore)) {
     let _measuring = measuring();
     let (host, weights) = host();
     let model = Model::random(25, 1);
