@@ -13,10 +13,11 @@ use changed_backend::{Changes, changed_backend};
 use common::model::{for_weights, lookup, read_all, upload, write};
 use common::weights::{FIRST, MODEL, SECOND, SMALL, first, guest, load, model, parts, wait};
 use common::{Guest, Host, add, bytes, floats};
+use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_executor::engine::{EngineKind, GgmlBackend, start};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{GuestRule, Policy, Rules, WeightStore};
+use vgpu_ggml::{BackendOptions, GgmlEngine};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{GraphId, Reply, Request};
 
@@ -30,11 +31,14 @@ const COUNT: u64 = 1000;
 const BESIDES: u64 = 96 << 10;
 
 fn engine(path: &Path) -> Arc<dyn Engine> {
-    let backend = GgmlBackend {
-        path: path.to_owned(),
-        device: None,
+    let options = BackendOptions {
+        threads: 1,
+        memory: Some(64 << 20),
+        shares_weights: true,
+        ..BackendOptions::default()
     };
-    start(&EngineKind::Ggml(backend), 1.into(), Some(64 << 20)).unwrap()
+    let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
+    Arc::new(GgmlEngine::start(path, &options, cpu).unwrap())
 }
 
 /// On ggml's CPU backend.

@@ -16,9 +16,9 @@ use common::model::for_weights;
 use common::{Guest, Host, TIMEOUT};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
-use vgpu_executor::engine::{EngineKind, GgmlBackend, start};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Process, WeightStore};
+use vgpu_ggml::{BackendOptions, GgmlEngine};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{MAX_PAYLOAD, MIN_EXTENT, Request};
@@ -191,13 +191,17 @@ fn guests_that_load_at_once_need_one_copy_at_any_time() {
 /// The engine over a backend of ggml, whose memory is that of the host.
 #[test]
 fn guests_that_load_at_once_need_one_copy_on_ggmls_cpu_backend() {
-    let backend = GgmlBackend {
-        path: cache::cached("build-llama-0.3.36/bin/libggml-cpu.so"),
-        device: None,
+    let options = BackendOptions {
+        threads: 1,
+        memory: Some(MEMORY),
+        shares_weights: true,
+        ..BackendOptions::default()
     };
+    let path = cache::cached("build-llama-0.3.36/bin/libggml-cpu.so");
     load_at_once(|| {
-        let engine = start(&EngineKind::Ggml(backend), 1.into(), Some(MEMORY));
-        host_on(engine.unwrap())
+        let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
+        let engine = GgmlEngine::start(&path, &options, cpu);
+        host_on(Arc::new(engine.unwrap()))
     });
 }
 

@@ -27,15 +27,20 @@ pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use list::EngineList;
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, is_of_nvidia, select};
 
+/// The environment variable with which the engine over a backend of ggml shares weights: `on`.
+#[cfg(feature = "ggml")]
+const SHARE_ON_GGML: &str = "VGPU_GGML_SHARE_WEIGHTS";
+
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates for guests;
 /// `None`: what the machine or its control group has) apply to the CPU engine, and to a backend of
 /// ggml.
 ///
-/// Five environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
+/// Environment variables change engines. Five change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
 /// launch of a persistent kernel, `VGPU_CUDA_BATCH=on` runs graphs of several guests as one batch,
 /// `VGPU_KERNELS=general` disables the kernels that are tuned for
 /// one architecture, `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps
-/// weights in the layout in which guests have written them. The CUDA engine also leaves out the
+/// weights in the layout in which guests have written them. `VGPU_GGML_SHARE_WEIGHTS=on` lets
+/// guests hold weights once on the engine over a backend of ggml. The CUDA engine also leaves out the
 /// kernels that the self-check does not allow on the GPU.
 ///
 /// Of the kinds that stand for several engines, the first one is started. [`EngineKind::AnyGgml`]
@@ -134,6 +139,7 @@ fn start_ggml(
         threads: threads.count,
         memory,
         repacks: std::env::var_os("VGPU_REPACK").is_none_or(|set| set != "off"),
+        shares_weights: std::env::var_os(SHARE_ON_GGML).is_some_and(|set| set == "on"),
     };
     let engine = vgpu_ggml::GgmlEngine::start(path, &options, fallback)?;
     Ok(Arc::new(engine))

@@ -47,6 +47,9 @@ pub struct BackendOptions<'a> {
     /// Whether products read copies of weights in layouts for which the backend has faster kernels,
     /// if it has any.
     pub repacks: bool,
+    /// Whether guests with the same weights hold them once. What the segments of hostile guests
+    /// take besides their bytes is not bounded yet.
+    pub shares_weights: bool,
 }
 
 impl Default for BackendOptions<'_> {
@@ -56,6 +59,7 @@ impl Default for BackendOptions<'_> {
             threads: 0,
             memory: None,
             repacks: true,
+            shares_weights: false,
         }
     }
 }
@@ -67,6 +71,7 @@ pub struct GgmlEngine {
     device: Arc<BackendDevice>,
     allocator: Arc<Allocator>,
     fallback: Arc<dyn Engine>,
+    shares_weights: bool,
 }
 
 impl GgmlEngine {
@@ -85,6 +90,7 @@ impl GgmlEngine {
             threads,
             memory,
             repacks,
+            shares_weights,
         } = *options;
         // A backend is never unloaded, so its description may live as long.
         let library: &'static Library = Box::leak(Box::new(Library::load(path)?));
@@ -159,6 +165,7 @@ impl GgmlEngine {
         };
         Ok(GgmlEngine {
             description,
+            shares_weights,
             allocator: Arc::clone(&allocator),
             device: Arc::new(BackendDevice {
                 ggml: library,
@@ -254,13 +261,16 @@ impl Engine for GgmlEngine {
     }
 
     fn supports_weights(&self) -> bool {
-        true
+        self.shares_weights
     }
 
     fn alloc_weights(
         &self,
         instead: &Arc<dyn Memory>,
     ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        if !self.shares_weights {
+            return Ok(None);
+        }
         let new = GgmlMemory::for_weights(&self.allocator, &**instead)?;
         Ok(new.map(|new| Arc::new(new) as Arc<dyn Memory>))
     }

@@ -295,14 +295,7 @@ impl GgmlPlan {
     ) -> Result<RunStatus, RunError> {
         let is_end = self.next.0 + 1 == self.splits.len();
         if !self.is_current() {
-            return Err(RunError::Kernel {
-                node: self
-                    .places
-                    .get(self.next.1)
-                    .map_or(0, |&node| node as usize),
-                op: "",
-                message: "the graph's memory has moved since it was compiled".to_owned(),
-            });
+            return Err(RunError::Stale);
         }
         while self.next.1 < end {
             let begin = self.next.1;
@@ -427,6 +420,10 @@ impl DeviceMemory for Buffers<'_> {
 
 impl Plan for GgmlPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        // Tensors of the plan are in the buffers of the segments that it was compiled for.
+        if !self.is_current() {
+            return Err(RunError::Stale);
+        }
         self.allocate().map_err(|error| match error {
             EngineError::OutOfMemory { wanted, .. } => RunError::OutOfMemory { wanted },
             error => RunError::Kernel {

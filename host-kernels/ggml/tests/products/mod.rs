@@ -35,6 +35,7 @@ pub(crate) fn start(memory: Option<u64>, repacks: bool) -> GgmlEngine {
         threads: 1,
         memory,
         repacks,
+        shares_weights: true,
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
