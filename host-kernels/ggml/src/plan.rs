@@ -422,6 +422,7 @@ impl Plan for GgmlPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         // Tensors of the plan are in the buffers of the segments that it was compiled for.
         if !self.is_current() {
+            self.rewind();
             return Err(RunError::Stale);
         }
         self.allocate().map_err(|error| match error {
