@@ -35,13 +35,13 @@ const SHARE_ON_GGML: &str = "VGPU_GGML_SHARE_WEIGHTS";
 /// `None`: what the machine or its control group has) apply to the CPU engine, and to a backend of
 /// ggml.
 ///
-/// Environment variables change engines. Five change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
-/// launch of a persistent kernel, `VGPU_CUDA_BATCH=on` runs graphs of several guests as one batch,
-/// `VGPU_KERNELS=general` disables the kernels that are tuned for
-/// one architecture, `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps
-/// weights in the layout in which guests have written them. `VGPU_GGML_SHARE_WEIGHTS=on` lets
-/// guests hold weights once on the engine over a backend of ggml. The CUDA engine also leaves out the
-/// kernels that the self-check does not allow on the GPU.
+/// Environment variables change engines. Five change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a
+/// token as one launch of a persistent kernel, `VGPU_CUDA_BATCH=on` runs graphs of several guests
+/// as one batch, `VGPU_KERNELS=general` disables the kernels that are tuned for one architecture,
+/// `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps weights in the
+/// layout in which guests have written them. `VGPU_GGML_SHARE_WEIGHTS=on` lets guests hold weights
+/// once on the engine over a backend of ggml. The CUDA engine also leaves out the kernels that the
+/// self-check does not allow on the GPU.
 ///
 /// Of the kinds that stand for several engines, the first one is started. [`EngineKind::AnyGgml`]
 /// and [`EngineKind::Auto`] are chosen in this process, which keeps what it has loaded in vain;
