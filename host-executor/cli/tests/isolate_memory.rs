@@ -144,7 +144,8 @@ fn while_the_other_computes<T>(other_guest: &mut Guest, attack: impl FnOnce() ->
 }
 
 /// The unit may have a limit for all processes together (`MemoryMax=`). If the worker of one guest
-/// exhausts it, that worker ends, and neither the supervisor nor another worker.
+/// exhausts it, the worker refuses memory if it knows the limit, or it ends, and neither the
+/// supervisor nor another worker.
 #[test]
 fn worker_that_exhausts_the_memory_ends_alone() {
     const LIMIT: u64 = 256 << 20;
@@ -187,13 +188,13 @@ fn worker_that_exhausts_the_memory_ends_alone() {
         exhaust(&mut attacker, BUFFER, 2 * LIMIT / BUFFER)
     });
     println!("the attacker was told: {told}");
-    // The kernel ends the link of the ended worker before it has freed the worker's memory.
+    compute_once(&mut other_guest);
+    // The supervisor serves the next guest, once the memory of the worker is free: the end of the
+    // link comes before.
+    drop(attacker);
     if let Some(group) = &group {
         group.wait_for_less_than(LIMIT / 2);
     }
-    compute_once(&mut other_guest);
-    // The supervisor serves the next guest.
-    drop(attacker);
     let (mut next, _) = guest(&serve, &scratch);
     compute_once(&mut next);
     drop((next, other_guest));
