@@ -20,6 +20,7 @@ pub(crate) use images::{Image, archive};
 
 use crate::container::{DROPPED_CAPABILITIES, KernelSettings, checked, expect_dropped, finish};
 use crate::debian::TRIXIE;
+use crate::files::copy_tree;
 
 const OUTER: &str = include_str!("outer.sh");
 const INNER: &str = include_str!("inner.sh");
@@ -58,9 +59,7 @@ impl Cluster {
         let tree = TRIXIE.tree(cache, ("node", PACKAGES), |_| Ok(()))?;
         let scratch = Scratch::new()?;
         let root = scratch.path().join("root");
-        let mut cp = Command::new("cp");
-        cp.args(["--archive", "--reflink=auto"]);
-        process::output(cp.arg(tree).arg(&root))?;
+        copy_tree(&tree, &root)?;
         let srv = root.join("srv");
         fs::copy(programs, srv.join("kubernetes")).context("copying a program")?;
         fs::write(srv.join("inner.sh"), INNER).context("writing a script")?;

@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 pub(crate) use machine::{DROPPED_CAPABILITIES, KernelSettings, expect_dropped};
 
 use crate::debian::{self, Release};
+use crate::files::copy_tree;
 use xtask_common::cache::Cache;
 use xtask_common::process::{self, Daemon};
 use xtask_common::scratch::Scratch;
@@ -109,9 +110,7 @@ impl Container {
         let settings = KernelSettings::read()?;
         let scratch = Scratch::new()?;
         let root = scratch.path().join("root");
-        let mut cp = Command::new("cp");
-        cp.args(["--archive", "--reflink=auto"]);
-        process::output(cp.arg(tree).arg(&root))?;
+        copy_tree(&tree, &root)?;
         for (file, text) in [("hostname", HOSTNAME), ("hosts", HOSTS)] {
             fs::write(root.join("etc").join(file), text).context("naming the system")?;
         }

@@ -15,6 +15,7 @@ use xtask_common::workspace;
 
 use crate::debian::{BOOKWORM, Packages, TRIXIE};
 use crate::faults::Program;
+use crate::files::copy_tree;
 use crate::previous::{Previous, previous};
 use crate::test_run::TestRun;
 
@@ -103,9 +104,7 @@ fn in_a_copy(
 ) -> Result<String> {
     let scratch = Scratch::new()?;
     let root = scratch.path().join("root");
-    let mut cp = Command::new("cp");
-    cp.args(["--archive", "--reflink=auto"]);
-    process::output(cp.arg(tree).arg(&root))?;
+    copy_tree(tree, &root)?;
     content.copy_to(&root.join("guest"))?;
     let new = [packages.host.clone(), packages.guest.clone()];
     for (name, files) in [("previous", &previous.packages[..]), ("new", &new)] {

@@ -1,7 +1,6 @@
 //! A cluster of Kubernetes with one node, and the manifests of `deploy/kubernetes` in it.
 
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
@@ -21,6 +20,7 @@ use super::ollama_on_debian::{generate_at, graphs_in};
 use super::one_machine::{PORT, TOKENS, complete_at};
 use crate::cluster::{Cluster, Image, archive};
 use crate::debian::TRIXIE;
+use crate::files::copy_tree;
 use crate::ollama;
 use crate::test_run::TestRun;
 
@@ -87,7 +87,7 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
         SLICES.contains(&slices),
         "the node has {slices} slices of 1 GiB"
     );
-    node.run("[ \"$(find /run/vgpu-node/pods -name vgpu.sock | wc -l)\" = 1 ]")?;
+    node.expect_sockets(1)?;
 
     too_much_memory(&node)?;
     next_kubelet(&node)?;
@@ -95,7 +95,7 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
     next_device_plugin(&node)?;
     next_executor(&node)?;
     node.end_pod("llama-server")?;
-    node.run("[ \"$(find /run/vgpu-node/pods -name vgpu.sock | wc -l)\" = 0 ]")?;
+    node.expect_sockets(0)?;
 
     // Ollama, which needs no line but the resources.
     node.apply("ollama", &ollama)?;
@@ -286,18 +286,13 @@ fn block_of_page(section: &str, mark: &str) -> Result<String> {
 fn load_programs(tests: &TestRun<'_>, cluster: &Cluster) -> Result<()> {
     let scratch = Scratch::new()?;
     let root = scratch.path().join("root");
-    let copy = |from: &Path, to: &Path| {
-        let mut cp = Command::new("cp");
-        cp.args(["--archive", "--reflink=auto"]);
-        process::output(cp.arg(from).arg(to)).map(drop)
-    };
-    copy(&TRIXIE.minimal(tests.cache)?, &root)?;
+    copy_tree(&TRIXIE.minimal(tests.cache)?, &root)?;
     let llama = llama::build(tests.cache, llama::Stage::Tools)?;
-    copy(&llama, &root.join("app"))?;
+    copy_tree(&llama, &root.join("app"))?;
     let [_, version] = ollama::VERSIONS;
     let laid_out = scratch.path().join("ollama");
     ollama::lay_out(&laid_out, &ollama::binary(tests.cache, version)?, &llama)?;
-    copy(&laid_out.join("usr/local/."), &root.join("usr"))?;
+    copy_tree(&laid_out.join("usr/local/."), &root.join("usr"))?;
     let model = model::ensure(tests.cache, &model::TINY, FileType::F16)?;
     fs::copy(model, root.join("model.gguf")).context("copying a model")?;
     cluster.load(&archive(&root, &[LLAMA, OLLAMA], scratch.path())?)
@@ -431,6 +426,12 @@ impl Node {
             "status=$({VGPU} ps --json {CONTROL}) && {not}echo \"$status\" | grep '\"{}\"'",
             guest_of(pod)
         ))
+    }
+
+    /// So many containers have a socket of the executor.
+    fn expect_sockets(&self, count: u32) -> Result<()> {
+        let found = "$(find /run/vgpu-node/pods -name vgpu.sock | wc -l)";
+        self.run(&format!("[ \"{found}\" = {count} ]")).map(drop)
     }
 
     /// The program of `pod.yaml` generates its text, and the executor has computed it.
