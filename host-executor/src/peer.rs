@@ -40,6 +40,9 @@ pub struct Process {
     pub program: Option<String>,
 }
 
+/// The origin of whoever connects from an address of the loopback interface.
+const LOOPBACK: &str = "tcp:loopback";
+
 impl Peer {
     /// A guest about which only the endpoint is known.
     pub(crate) fn new(endpoint: String, link: LinkKind) -> Peer {
@@ -62,9 +65,9 @@ impl Peer {
             let fingerprint = CertificateRule::Fingerprint(certificate.fingerprint);
             return Some(format!("certificate {fingerprint}"));
         }
-        match self.address {
-            Some(address) if address.to_canonical().is_loopback() => Some("tcp:loopback".into()),
-            _ => self.known_origin(),
+        match self.is_on_loopback() {
+            true => Some(LOOPBACK.into()),
+            false => self.known_origin(),
         }
     }
 
@@ -73,6 +76,20 @@ impl Peer {
     /// is one address: its users choose the other bits.
     pub(crate) fn origin(&self) -> String {
         self.known_origin().unwrap_or_else(|| self.endpoint.clone())
+    }
+
+    /// As [`origin`](Peer::origin), for the processes and quotas of unnamed guests, which are
+    /// limited for each origin. All addresses of the loopback interface are one.
+    pub(crate) fn quota_origin(&self) -> String {
+        match self.is_on_loopback() {
+            true => LOOPBACK.into(),
+            false => self.origin(),
+        }
+    }
+
+    fn is_on_loopback(&self) -> bool {
+        let address = self.address.map(|address| address.to_canonical());
+        address.is_some_and(|address| address.is_loopback())
     }
 
     /// The virtual machine that the guest is a program of, on a link on which the host sees no
@@ -130,7 +147,9 @@ mod tests {
         assert_eq!(from("10.0.0.1").source().unwrap(), "tcp:10.0.0.1");
         for address in ["127.0.0.1", "127.9.8.7", "::ffff:127.0.0.2", "::1"] {
             assert_eq!(from(address).source().unwrap(), "tcp:loopback");
+            assert_eq!(from(address).quota_origin(), "tcp:loopback");
         }
+        assert_eq!(from("10.0.0.1").quota_origin(), "tcp:10.0.0.1");
         assert_eq!(from("::ffff:10.0.0.1").source(), from("10.0.0.1").source());
         assert_eq!(from("fd00::1").source().unwrap(), "tcp:fd00::/64");
         assert_eq!(from("fd00::1").source(), from("fd00::ffff:0:2").source());

@@ -13,12 +13,12 @@ mod samples;
 mod served;
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::model::{for_weights, lookup, upload};
 use common::{Build, Guest, OtherGuest, TIMEOUT, add, image};
@@ -31,7 +31,7 @@ use vgpu_transport::ir::{
     BufferId, Graph, Limits, Op, OpKind, Precision, RopeMode, Shape, Tensor, Type, validate,
 };
 use vgpu_transport::link::stream::{Channel, Plain, StreamGuest};
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_FIRST_MESSAGE, MAX_MESSAGE, MAX_PAYLOAD, Reply, Request};
 
 const MIB: u64 = 1 << 20;
 
@@ -675,6 +675,43 @@ fn replies_that_nobody_reads(mut executor: Executor) {
     println!("{taken} frames of 1 MiB were taken");
     assert!(taken < 2048, "all frames were taken");
     executor.check("replies that nobody reads", 1);
+}
+
+/// Connections that nobody is charged for: the constant of a process has room for all of them.
+#[test]
+fn connections_without_a_session_take_little() {
+    const CONNECTIONS: usize = 60;
+    let port = certified::port();
+    let address = format!("tcp:127.0.0.1:{port}");
+    let mut executor = Executor::start_with("bound-half-open", &["--listen", &address]);
+    executor.other.compute();
+    let before = peak(executor.serve.child.id());
+    // The longest message that there is, and the longest first one, both without the last byte.
+    for (message, payload) in [(MAX_MESSAGE, MAX_PAYLOAD), (MAX_FIRST_MESSAGE, 0)] {
+        let words = [1, message as u32, payload as u32, 0, 1, 0u32];
+        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        bytes.resize(bytes.len() + message + payload - 1, 7);
+        let connect = || {
+            let mut socket = TcpStream::connect(("127.0.0.1", port)).expect("a connection");
+            let timeout = Some(Duration::from_secs(2));
+            socket.set_write_timeout(timeout).expect("a socket");
+            // The host may close the connection at any byte, or take no more.
+            let _ = socket.write_all(&bytes);
+            socket
+        };
+        let connections: Vec<TcpStream> = (0..CONNECTIONS).map(|_| connect()).collect();
+        executor.other.compute();
+        drop(connections);
+    }
+    let after = peak(executor.serve.child.id());
+    println!("{after} MiB were resident, {before} before {CONNECTIONS} connections");
+    // Half a MiB each: its thread, and what the kernel maps for it.
+    let more = after.saturating_sub(before);
+    assert!(
+        more <= CONNECTIONS as u64 / 2,
+        "{more} MiB more were resident"
+    );
+    executor.check("connections without a session", 0);
 }
 
 /// The bound holds for each process: a worker has the memory of its guest.

@@ -160,6 +160,8 @@ pub(super) struct Worker {
     pub(super) since: Instant,
     /// The origin of the first program.
     pub(super) origin: Option<String>,
+    /// The same, with one origin for all addresses of the loopback interface.
+    pub(super) quota_origin: Option<String>,
     /// The link of the first program.
     pub(super) link: Option<LinkKind>,
     /// Whether a program has got a session.
@@ -391,6 +393,7 @@ impl Worker {
             has_certificates: false,
             since: Instant::now(),
             origin: None,
+            quota_origin: None,
             link: None,
             has_had_session: false,
             is_paid: false,
@@ -494,6 +497,7 @@ impl Worker {
         self.send(&command, Some(&socket))?;
         if self.given == 0 {
             self.origin = Some(peer.origin());
+            self.quota_origin = Some(peer.quota_origin());
             self.link = Some(peer.link);
         }
         self.given += 1;
@@ -588,10 +592,10 @@ impl Processes {
         if guest.is_some() || peer.source().is_none() {
             return None;
         }
-        let origin = peer.origin();
+        let origin = peer.quota_origin();
         let is_own = |worker: &&Worker| {
             let is_unnamed = worker.guest.is_none() && !worker.is_rejection;
-            is_unnamed && worker.origin.as_ref() == Some(&origin)
+            is_unnamed && worker.quota_origin.as_ref() == Some(&origin)
         };
         let own = self.workers.values().filter(is_own).count();
         let limit = self.partition.unnamed_programs;
@@ -680,6 +684,70 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+    use crate::limits::Limits;
+    use crate::policy::Policy;
+    use crate::tenant_registry::Rules;
+
+    /// Every program of this machine may connect from any address of its loopback interface, and
+    /// gets no other process and quota by that.
+    #[test]
+    fn addresses_of_the_loopback_interface_have_the_processes_of_one_origin() {
+        let partition = Partition {
+            rules: Rules {
+                guests: Vec::new(),
+                unnamed: Some(Policy::default()),
+                overcommit: true,
+            },
+            max_unnamed: 16,
+            unnamed_programs: 2,
+            max_sessions: 16,
+        };
+        let resources = Resources {
+            engines: vec!["cpu".into()],
+            unused_gpu: None,
+            memory: Some(1 << 30),
+        };
+        let shared = SupervisorState::new(
+            Box::new(|_| process::Command::new("true")),
+            resources,
+            partition,
+            Limits::default().handshakes,
+            Timeouts::default(),
+        )
+        .unwrap();
+        let shared = Arc::new(shared);
+        let from = |address: &str| Peer {
+            address: Some(address.parse().unwrap()),
+            ..Peer::new("test".into(), LinkKind::Tcp)
+        };
+        let mut theirs = Vec::new();
+        for (session, address) in [(1, "127.0.0.1"), (2, "127.0.0.2")] {
+            let peer = from(address);
+            let pending = shared.handshakes.begin(session, &peer.origin(), None);
+            let program = UnassignedProgram {
+                socket: UnixStream::pair().unwrap().0.into(),
+                peer,
+                pending: pending.unwrap(),
+            };
+            let (ipc, their) = IpcSocket::pair().unwrap();
+            theirs.push(their);
+            let mut worker = Worker::new(ipc, None, false);
+            let mut processes = shared.processes();
+            let full = processes.full(None, &program.peer);
+            assert!(full.is_none(), "{address}: {full:?}");
+            worker.give(session, program, None, None).unwrap();
+            processes.workers.insert(session, worker);
+        }
+        let processes = shared.processes();
+        for address in ["127.0.0.1", "127.0.0.3", "127.255.0.9", "::1"] {
+            let Some(Rejection::Rejected { reason }) = processes.full(None, &from(address)) else {
+                panic!("{address} gets another process");
+            };
+            let says = "tcp:loopback has 2 processes of unnamed guests here, its limit is 2";
+            assert!(reason.contains(says), "{reason}");
+        }
+        assert!(processes.full(None, &from("10.0.0.1")).is_none());
+    }
 
     /// A question whose connection is closed.
     fn note(

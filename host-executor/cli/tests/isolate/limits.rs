@@ -1,16 +1,19 @@
 //! How many guests there may be, and what isolation requires.
 
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketType};
 use rustix::process::{Pid, Signal};
+use vgpu_transport::link::stream::{Plain, StreamGuest};
 use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 
 use crate::common::{Guest, TIMEOUT};
 use crate::compute;
-use crate::served::workers::{guest, workers};
+use crate::served::workers::{children, guest, workers};
 use crate::served::{Scratch, Serve, vgpu};
 
 #[test]
@@ -109,6 +112,183 @@ fn one_user_cannot_take_all_workers() {
         let (status, log) = serve.wait();
         assert_eq!(status.code(), Some(0), "{log}");
     }
+}
+
+/// A guest at an address of the loopback interface, over TCP without certificates.
+fn guest_from(host: u8, port: u16) -> Guest {
+    let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+    let socket = rustix::net::socket(family, kind, None).expect("a socket");
+    let address = |host, port| SocketAddrV4::new(Ipv4Addr::new(127, 0, 0, host), port);
+    rustix::net::bind(&socket, &address(host, 0)).expect("an address of this machine");
+    rustix::net::connect(&socket, &address(1, port)).expect("a connection");
+    let socket = TcpStream::from(socket);
+    socket.set_nonblocking(true).expect("a socket");
+    Guest::new(Box::new(StreamGuest::new(Box::new(Plain::new(socket)))))
+}
+
+/// Whoever may connect to a port of this machine may do so from any of its 16 million addresses,
+/// which are one origin: no address brings another quota.
+#[test]
+fn addresses_of_the_loopback_interface_have_the_processes_of_one_origin() {
+    let scratch = Scratch::new("isolate-loopback");
+    let file = scratch.path().join("vgpu.toml");
+    std::fs::write(&file, "[unnamed]\nprograms = 2\n").expect("a file");
+    let any = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = any.local_addr().expect("an address").port();
+    drop(any);
+    let (path, endpoint) = (file.display().to_string(), format!("tcp:127.0.0.1:{port}"));
+    let more = ["--isolate", "--guest-memory", "10M", "--config", &path];
+    let serve = Serve::start(
+        &scratch.socket(),
+        &[&more[..], &["--listen", &endpoint]].concat(),
+    );
+    let mut guests = [1, 2].map(|host| {
+        let mut guest = guest_from(host, port);
+        guest.hello();
+        guest
+    });
+    guests.iter_mut().for_each(compute);
+    for host in [1, 3, 200] {
+        let mut further = guest_from(host, port);
+        // Nobody reads HELLO of a program that gets no process of a guest.
+        further.send(&Request::Fence {});
+        let reason = further.ended();
+        let says = "tcp:loopback has 2 processes of unnamed guests here, its limit is 2";
+        assert!(reason.contains(says), "{reason}");
+    }
+    // Others are served.
+    let (mut local, _) = guest(&serve, &scratch);
+    compute(&mut local);
+    guests.iter_mut().for_each(compute);
+    drop((guests, local));
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+/// Anonymous and shared memory of all processes of guests, in bytes.
+fn memory_of_workers(serve: &Serve) -> u64 {
+    let children = children(serve.child.id());
+    let statuses = children.iter().filter_map(|pid| status_of(*pid));
+    let of = |status: &str, key: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(key));
+        let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+        kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10
+    };
+    statuses
+        .map(|status| of(&status, "RssAnon:") + of(&status, "RssShmem:"))
+        .sum()
+}
+
+/// The text of `/proc/PID/status`, unless the process has ended.
+fn status_of(pid: i32) -> Option<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/status")).ok()
+}
+
+/// A program that fills its quota, ends and connects again: a process has its part of the memory
+/// until it has ended, so there is one quota at any time.
+#[test]
+fn an_unnamed_guest_has_one_quota_however_often_it_connects_again() {
+    const QUOTA: u64 = 24 << 20;
+    const BUFFER: u64 = 20 << 20;
+    let scratch = Scratch::new("isolate-again");
+    let file = scratch.path().join("vgpu.toml");
+    std::fs::write(&file, "[unnamed]\nprograms = 1\n").expect("a file");
+    let path = file.display().to_string();
+    // 64M in all: room for two quotas.
+    let more = ["--isolate", "--guest-memory", "24M", "--config", &path];
+    let serve = Serve::start(&scratch.socket(), &more);
+    let mut most = 0;
+    for _ in 0..6 {
+        let start = Instant::now();
+        let mut guest = loop {
+            let mut guest = serve.connect(&scratch.socket());
+            guest.send(&Request::Hello {
+                offer: Offer::SERVED,
+                name: "again".into(),
+                device: DeviceIndex(0),
+            });
+            match guest.receive().0 {
+                Reply::Welcome { .. } => break guest,
+                // The process of the program before is there.
+                Reply::Ended { reason } => {
+                    assert!(start.elapsed() < TIMEOUT, "{reason}");
+                    assert!(reason.contains("its limit is 1"), "{reason}");
+                }
+                other => panic!("{other:?}"),
+            }
+            most = most.max(memory_of_workers(&serve));
+            thread::sleep(Duration::from_millis(100));
+        };
+        let buffer = guest.alloc(BUFFER);
+        guest.send(&Request::Fill {
+            buffer,
+            offset: 0,
+            len: BUFFER,
+            value: 7,
+        });
+        guest.fence();
+        most = most.max(memory_of_workers(&serve));
+    }
+    println!("{} MiB at most", most >> 20);
+    assert!(most >= BUFFER, "the buffers are not seen");
+    // The quota, and processes that tell why a program is rejected.
+    assert!(most < QUOTA + (16 << 20), "{} MiB", most >> 20);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+/// The threads of a worker are those of its engine, some of its own, and one for each program. The
+/// supervisor has none for a program that a worker has.
+#[test]
+fn threads_follow_the_programs_of_a_guest() {
+    const PROGRAMS: usize = 6;
+    let scratch = Scratch::new("isolate-threads");
+    let file = scratch.path().join("vgpu.toml");
+    let uid = rustix::process::getuid().as_raw();
+    let text = format!("[[guest]]\nname = \"a\"\nuids = [{uid}]\nmemory = \"20M\"\n");
+    std::fs::write(&file, text).expect("a file");
+    let path = file.display().to_string();
+    let more = ["--isolate", "--guest-memory", "10M", "--config", &path];
+    let serve = Serve::start(&scratch.socket(), &more);
+    let supervisor = serve.child.id() as i32;
+    let threads = |pid: i32| {
+        let status = status_of(pid).expect("it runs");
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Threads:"));
+        let count = line.and_then(|line| line.trim().parse::<usize>().ok());
+        count.expect("a number")
+    };
+    let eventually = |what: &str, pid: i32, wanted: usize| {
+        let start = Instant::now();
+        while threads(pid) > wanted {
+            let now = threads(pid);
+            assert!(start.elapsed() < TIMEOUT, "{what}: {now}, not {wanted}");
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let (mut first, session) = guest(&serve, &scratch);
+    compute(&mut first);
+    let worker = workers(&serve, 1)[&session].as_raw_pid();
+    // The thread of the connection ends soon.
+    thread::sleep(Duration::from_millis(200));
+    let (of_worker, of_supervisor) = (threads(worker), threads(supervisor));
+    println!("{of_worker} threads of a worker, {of_supervisor} of the supervisor");
+    assert!(of_worker <= 20 && of_supervisor <= 20);
+    let mut programs: Vec<Guest> = (1..PROGRAMS).map(|_| guest(&serve, &scratch).0).collect();
+    programs.iter_mut().for_each(compute);
+    workers(&serve, 1);
+    eventually("the worker", worker, of_worker + PROGRAMS - 1);
+    assert!(threads(worker) > of_worker, "programs are not seen");
+    eventually("the supervisor", supervisor, of_supervisor);
+    drop(programs);
+    eventually("the worker afterwards", worker, of_worker);
+    drop(first);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
 }
 
 /// Each process has its part of the host memory, and a process that starts after a reload has the
