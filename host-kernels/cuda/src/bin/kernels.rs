@@ -68,6 +68,8 @@ struct Use {
     registers: u32,
     shared: u32,
     stack: u32,
+    /// Bytes of registers that are stored. The bytes that ptxas says are loaded count a register
+    /// once for each instruction that loads it.
     spilled: u32,
 }
 
@@ -326,8 +328,7 @@ fn uses(log: &str) -> HashMap<String, Use> {
         if line.contains("stack frame") {
             // The lines are about the kernel, then about functions that it calls.
             used.stack = used.stack.max(number(" bytes stack frame"));
-            let spilled = number(" bytes spill stores").max(number(" bytes spill loads"));
-            used.spilled = used.spilled.max(spilled);
+            used.spilled = used.spilled.max(number(" bytes spill stores"));
         } else {
             used.registers = number(" registers");
             used.shared = number(" bytes smem");
