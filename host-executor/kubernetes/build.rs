@@ -92,8 +92,43 @@ fn main() {
             "ListPodResourcesResponse",
         ))
         .build();
-    Builder::new()
-        .build_transport(false)
-        .compile(&[registration, device_plugin, pod_resources]);
+    let plugin_registration = Service::builder()
+        .name("Registration")
+        .package("pluginregistration")
+        .method(unary(
+            "get_info",
+            "GetInfo",
+            "plugin_registration",
+            "InfoRequest",
+            "PluginInfo",
+        ))
+        .method(unary(
+            "notify_registration_status",
+            "NotifyRegistrationStatus",
+            "plugin_registration",
+            "RegistrationStatus",
+            "RegistrationStatusResponse",
+        ))
+        .build();
+    let dra_method = |name: &str, route: &str| {
+        let (input, output) = (format!("{route}Request"), format!("{route}Response"));
+        unary(name, route, "dra", &input, &output)
+    };
+    let dra = Service::builder()
+        .name("DRAPlugin")
+        .package("k8s.io.kubelet.pkg.apis.dra.v1")
+        .method(dra_method("node_prepare_resources", "NodePrepareResources"))
+        .method(dra_method(
+            "node_unprepare_resources",
+            "NodeUnprepareResources",
+        ))
+        .build();
+    Builder::new().build_transport(false).compile(&[
+        registration,
+        device_plugin,
+        pod_resources,
+        plugin_registration,
+        dra,
+    ]);
     println!("cargo::rerun-if-changed=build.rs");
 }

@@ -1,5 +1,6 @@
 //! `vgpu kubernetes`.
 
+use std::env;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::info;
 use vgpu_executor::config::{DEFAULT_CONTROL_PATH, Settings};
 use vgpu_executor::size;
-use vgpu_kubernetes::Options;
+use vgpu_kubernetes::{ClaimOptions, Options};
 
 use crate::config_error::ConfigError;
 use crate::serve;
@@ -25,13 +26,17 @@ use crate::serve;
 /// container gets libggml-vgpu.so, a socket of its own, and the environment to find both. The
 /// executor has a control socket that this user may use. Ends on SIGTERM and SIGINT; containers
 /// keep the executor.
+///
+/// With --dra this is a driver for Dynamic Resource Allocation (resource.k8s.io/v1, the driver
+/// vgpu.dev) instead: claims ask for parts of the memory and the time of a device.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The executor's control socket
     #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
     control: PathBuf,
 
-    /// The folder of the kubelet, with its folders device-plugins and pod-resources
+    /// The folder of the kubelet, with its folders device-plugins and pod-resources, or with --dra
+    /// plugins and plugins_registry
     #[arg(long, value_name = "FOLDER", default_value = "/var/lib/kubelet")]
     kubelet: PathBuf,
 
@@ -56,11 +61,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FOLDER", default_value = "/sys", hide = true)]
     sysfs: PathBuf,
 
-    /// Containers that may use the executor at once
+    /// Containers that may use the executor at once; with --dra, claims that may use each device
     #[arg(long, value_name = "N", default_value_t = 32)]
     seats: u32,
 
-    /// The size of a slice of memory, a multiple of 1M
+    /// The size of a slice of memory, a multiple of 1M; with --dra, the memory of a claim that asks
+    /// for none
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size::parse)]
     slice: u64,
 
@@ -77,6 +83,32 @@ pub(crate) struct Args {
     /// any pod]
     #[arg(long, value_name = "NAME")]
     pod: Option<String>,
+
+    /// Serves claims of Dynamic Resource Allocation in place of the resources of a device plugin
+    #[arg(long, requires = "node")]
+    dra: bool,
+
+    /// The name of this node in the cluster, for --dra
+    #[arg(long, value_name = "NAME", requires = "dra")]
+    node: Option<String>,
+
+    /// The folder in which the container runtime finds the devices of claims (CDI), for --dra. This
+    /// command sees the folder at the same path
+    #[arg(long, value_name = "FOLDER", default_value = "/var/run/cdi")]
+    cdi: PathBuf,
+
+    /// The address of the API server, for --dra. [default: https and the environment variables
+    /// KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT, which a pod has]
+    #[arg(long, value_name = "URL")]
+    api_server: Option<String>,
+
+    /// The folder of the account of this pod, with the files token and ca.crt, for --dra
+    #[arg(
+        long,
+        value_name = "FOLDER",
+        default_value = "/var/run/secrets/kubernetes.io/serviceaccount"
+    )]
+    account: PathBuf,
 
     /// The log filter: error, warn, info, debug, trace or off. [default: the environment variable
     /// VGPU_LOG, or info]
@@ -106,6 +138,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         interval: seconds("interval", args.interval)?,
         grace: seconds("grace", args.grace)?,
         pod: args.pod,
+        claims: match (args.dra, args.node) {
+            (true, Some(node)) => Some(ClaimOptions {
+                node,
+                cdi: args.cdi,
+                server: match args.api_server {
+                    Some(url) => url.trim_end_matches('/').to_owned(),
+                    None => api_server_of_pod().map_err(ConfigError)?,
+                },
+                account: args.account,
+            }),
+            _ => None,
+        },
     };
     if let Some(source) = &args.install_plugin {
         install(source, &options.plugin).with_context(|| {
@@ -129,6 +173,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         };
         vgpu_kubernetes::run(options, stop).await?;
         anyhow::Ok(())
+    })
+}
+
+/// The address of the API server, as a pod has it.
+fn api_server_of_pod() -> anyhow::Result<String> {
+    let of = |name: &str| env::var(name).ok().filter(|value| !value.is_empty());
+    let host = of("KUBERNETES_SERVICE_HOST");
+    let host = host.context("no KUBERNETES_SERVICE_HOST, which pods have: give --api-server")?;
+    let port = of("KUBERNETES_SERVICE_PORT").unwrap_or_else(|| "443".into());
+    Ok(match host.contains(':') {
+        true => format!("https://[{host}]:{port}"),
+        false => format!("https://{host}:{port}"),
     })
 }
 

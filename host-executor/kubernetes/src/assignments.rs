@@ -7,21 +7,8 @@ use vgpu_executor::added_guests::{AddedGuest, DeviceQuota};
 
 use crate::api::pod_resources::{ContainerResources, ListPodResourcesResponse};
 use crate::devices::{MEMORY, Resource, SEAT, WEIGHT, is_seat, slice_of};
+use crate::guests::{Assignment, SOCKET_MODE, guest_name};
 use crate::options::Options;
-
-/// Permissions of a container's socket: its folder is mounted into that container only, and on the
-/// host only its owner enters the folder above. A container may have any user.
-const MODE: u32 = 0o666;
-
-/// The longest name of a guest in bytes.
-const MAX_NAME: usize = 64;
-
-/// A container with a seat.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Assignment {
-    pub(crate) seat: String,
-    pub(crate) guest: AddedGuest,
-}
 
 /// Why a container cannot use its devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -58,13 +45,13 @@ pub(crate) fn assignments(pods: &ListPodResourcesResponse, options: &Options) ->
             let devices =
                 { by_gpu.into_iter() }.map(|(device, memory)| DeviceQuota { device, memory });
             let weight = u32::try_from(ids(container, WEIGHT).count()).unwrap_or(u32::MAX);
-            let parts = [&pod.namespace, &pod.name, &container.name];
+            let parts = [&pod.namespace, &pod.name, &container.name].map(String::as_str);
             all.push(Assignment {
-                seat: seat.into(),
+                folder: seat.into(),
                 guest: AddedGuest {
-                    name: guest_name(&parts.map(String::as_str).join("."), seat),
+                    name: guest_name(&parts, seat),
                     socket: options.socket(seat),
-                    mode: MODE,
+                    mode: SOCKET_MODE,
                     memory: (memory > 0).then_some(memory),
                     weight: weight.clamp(1, Policy::MAX_WEIGHT),
                     devices: devices.collect(),
@@ -116,19 +103,6 @@ fn ids<'a>(container: &'a ContainerResources, resource: &'a str) -> impl Iterato
         .filter(move |devices| devices.resource_name == resource)
         .flat_map(|devices| &devices.device_ids)
         .map(String::as_str)
-}
-
-/// The name of a guest: namespace, pod and container. A long one is cut, and ends with the seat.
-fn guest_name(container: &str, seat: &str) -> String {
-    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    let letters = container
-        .chars()
-        .map(|c| if is_allowed(c) { c } else { '-' });
-    let name: String = letters.collect();
-    match name.len() <= MAX_NAME {
-        true => name,
-        false => format!("{}.{seat}", &name[..MAX_NAME - seat.len() - 1]),
-    }
 }
 
 #[cfg(test)]
@@ -183,7 +157,7 @@ mod tests {
         let all = assignments(&pods, &Options::for_tests());
         let seen: Vec<_> = all
             .iter()
-            .map(|a| (a.seat.as_str(), a.guest.name.as_str(), a.guest.memory))
+            .map(|a| (a.folder.as_str(), a.guest.name.as_str(), a.guest.memory))
             .collect();
         let expected = [
             ("seat-3", "default.a.llama", None),
@@ -216,16 +190,5 @@ mod tests {
         assert_eq!(no_seat, Err(expected));
         let unknown = check_memory(&pods, &slices(&["1024Mi-2"]));
         assert_eq!(unknown, Err(AssignmentError::Unknown("1024Mi-2".into())));
-    }
-
-    #[test]
-    fn names_of_guests_fit_an_executor() {
-        assert_eq!(guest_name("ns.pod.c", "seat-1"), "ns.pod.c");
-        let exact = format!("ns.{}.c", "p".repeat(59));
-        assert_eq!(guest_name(&exact, "seat-1"), exact);
-        let long = guest_name(&format!("ns.{}.c", "p".repeat(200)), "seat-12");
-        assert_eq!(long.len(), 64);
-        assert!(long.starts_with("ns.ppp") && long.ends_with("p.seat-12"));
-        assert_eq!(guest_name("ns.p\u{e9}d.c", "seat-1"), "ns.p-d.c");
     }
 }

@@ -1,11 +1,24 @@
-//! The Kubernetes device plugin of an executor. The kubelet gives containers three resources:
+//! The Kubernetes device plugin of an executor, and its driver for Dynamic Resource Allocation.
+//!
+//! The kubelet gives containers three resources:
 //! `vgpu.dev/gpu`, a seat, `vgpu.dev/memory`, slices of device memory, and `vgpu.dev/weight`, a
 //! share of the device's time. A container with a seat gets the guest plugin, and the socket of a
 //! listener of its own. The executor knows the container as a guest, whose quota is the container's
 //! memory.
 //!
-//! - [`api`]: the gRPC services between the kubelet and a device plugin.
+//! With [claims](ClaimOptions), it is a driver for Dynamic Resource Allocation instead: claims have
+//! parts of the devices in place of containers with seats.
+//!
+//! - [`api`]: the gRPC services between the kubelet, a device plugin and a driver.
 //! - `options`: what an operator chooses.
+//! - `container`: what a container gets.
+//! - `guests`: the guests of the executor, and the folders of their sockets.
+//! - `socket`: a socket at which the kubelet reaches this process.
+//! - `problem`: what is wrong now, for the log.
+//! - `dra`: the driver.
+//!
+//! The device plugin:
+//!
 //! - `devices`: the ids of seats, slices and weights.
 //! - `numa`: the NUMA nodes of GPUs.
 //! - `assignments`: which guest each container with a seat is, by what the kubelet says.
@@ -21,15 +34,21 @@
 
 pub mod api;
 mod assignments;
+mod container;
 mod devices;
+mod dra;
+mod guests;
 mod kubelet;
 mod numa;
 mod options;
+mod problem;
 mod reconciler;
 mod registration;
 mod run;
 mod services;
+mod socket;
 
 pub use devices::{MEMORY, SEAT, WEIGHT};
-pub use options::{Options, OptionsError};
+pub use dra::DRIVER;
+pub use options::{ClaimOptions, Options, OptionsError};
 pub use run::{PluginError, run};

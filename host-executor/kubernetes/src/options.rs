@@ -9,23 +9,23 @@ const MAX_SEATS: u32 = 1024;
 /// A slice is a multiple of this many bytes.
 pub(crate) const SLICE_UNIT: u64 = 1 << 20;
 
-/// How a device plugin works.
+/// How a device plugin or a driver works.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The control socket of the executor.
     pub control: PathBuf,
     /// The folder of the kubelet, such as `/var/lib/kubelet`.
     pub kubelet: PathBuf,
-    /// The folder on the host in which each seat has a folder with its socket. The executor sees
-    /// it at the same path.
+    /// The folder on the host in which each seat, or each claim, has a folder with its socket. The
+    /// executor sees it at the same path.
     pub sockets: PathBuf,
     /// The guest plugin, `libggml-vgpu.so`, on the host. This process sees it at the same path.
     pub plugin: PathBuf,
     /// Where the kernel says which NUMA node a GPU is near, such as `/sys`.
     pub sysfs: PathBuf,
-    /// How many containers may use the executor at once.
+    /// How many containers may use the executor at once, or how many claims each of its devices.
     pub seats: u32,
-    /// Bytes of a slice of memory.
+    /// Bytes of a slice of memory, or of what a claim has that asks for no memory.
     pub slice: u64,
     /// How often executor and kubelet are asked.
     pub interval: Duration,
@@ -34,6 +34,21 @@ pub struct Options {
     /// The name of the pod of this plugin. A kubelet that does not list it has just started, and
     /// does not know its pods yet.
     pub pod: Option<String>,
+    /// Serves claims of Dynamic Resource Allocation, and not the resources of a device plugin.
+    pub claims: Option<ClaimOptions>,
+}
+
+/// How claims of Dynamic Resource Allocation are served.
+#[derive(Debug, Clone)]
+pub struct ClaimOptions {
+    /// The name of this node in the cluster.
+    pub node: String,
+    /// The folder in which the container runtime finds devices (CDI), on the host and here.
+    pub cdi: PathBuf,
+    /// The address of the API server, such as `https://10.96.0.1:443`.
+    pub server: String,
+    /// The folder of the account at the API server, with the files `token` and `ca.crt`.
+    pub account: PathBuf,
 }
 
 /// Why a device plugin cannot work.
@@ -46,6 +61,8 @@ pub enum OptionsError {
     Slice(u64),
     #[error("{}: the path has to be absolute", .0.display())]
     RelativePath(PathBuf),
+    #[error("the name {0:?} of the node: expected letters, digits, `.` and `-`")]
+    Node(String),
 }
 
 impl Options {
@@ -63,6 +80,15 @@ impl Options {
         for path in [&self.sockets, &self.plugin] {
             if !path.is_absolute() {
                 return Err(OptionsError::RelativePath(path.clone()));
+            }
+        }
+        if let Some(claims) = &self.claims {
+            let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b"-.".contains(&b);
+            if claims.node.is_empty() || !claims.node.bytes().all(is_allowed) {
+                return Err(OptionsError::Node(claims.node.clone()));
+            }
+            if !claims.cdi.is_absolute() {
+                return Err(OptionsError::RelativePath(claims.cdi.clone()));
             }
         }
         Ok(())
@@ -83,14 +109,14 @@ impl Options {
         self.kubelet.join("pod-resources/kubelet.sock")
     }
 
-    /// The folder with the socket of a seat.
-    pub(crate) fn folder(&self, seat: &str) -> PathBuf {
-        self.sockets.join(seat)
+    /// The folder with the socket of a seat or claim.
+    pub(crate) fn folder(&self, name: &str) -> PathBuf {
+        self.sockets.join(name)
     }
 
-    /// The socket of a seat.
-    pub(crate) fn socket(&self, seat: &str) -> PathBuf {
-        self.folder(seat).join("vgpu.sock")
+    /// The socket of a seat or claim.
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+        self.folder(name).join("vgpu.sock")
     }
 }
 
@@ -109,6 +135,7 @@ impl Options {
             interval: Duration::from_secs(2),
             grace: Duration::from_secs(10),
             pod: None,
+            claims: None,
         }
     }
 }
@@ -133,5 +160,23 @@ mod tests {
         let relative = |path: &str| Err(OptionsError::RelativePath(path.into()));
         assert_eq!(with(&|o| o.sockets = "pods".into()), relative("pods"));
         assert_eq!(with(&|o| o.plugin = "lib.so".into()), relative("lib.so"));
+        let claims = |node: &str, cdi: &str| {
+            with(&|o| {
+                o.claims = Some(ClaimOptions {
+                    node: node.into(),
+                    cdi: cdi.into(),
+                    server: "https://10.96.0.1:443".into(),
+                    account: "account".into(),
+                });
+            })
+        };
+        assert_eq!(claims("node-1.example", "/run/cdi"), Ok(()));
+        assert_eq!(claims("node", "cdi"), relative("cdi"));
+        for node in ["", "a/b", "a?"] {
+            assert_eq!(
+                claims(node, "/run/cdi"),
+                Err(OptionsError::Node(node.into()))
+            );
+        }
     }
 }

@@ -7,17 +7,19 @@ use std::sync::Arc;
 
 use tokio::sync::{Mutex, watch};
 use tokio::time::MissedTickBehavior;
-use tracing::{info, warn};
+use tracing::info;
 use vgpu_executor::added_guests::GuestList;
 
 use crate::devices::{Capacity, Gpu, Resource};
+use crate::dra;
 use crate::numa;
 use crate::options::{Options, OptionsError};
+use crate::problem::Problem;
 use crate::reconciler::{Outcome, Reconciler};
 use crate::registration::Registration;
 use crate::services::Service;
 
-/// Why a device plugin does not start.
+/// Why a device plugin or a driver does not start.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum PluginError {
@@ -39,6 +41,11 @@ pub async fn run(options: Options, stop: impl Future<Output = ()>) -> Result<(),
         return Err(PluginError::NoPlugin(options.plugin));
     }
     let options = Arc::new(options);
+    if let Some(claims) = &options.claims {
+        let claims = Arc::new(claims.clone());
+        let ended = dra::run(options, claims, stop).await;
+        return ended.map_err(|error| PluginError::Folder(error.to_string()));
+    }
     let reconciler = Reconciler::new(Arc::clone(&options));
     let reconciler = reconciler.map_err(|error| PluginError::Folder(error.to_string()))?;
     let mut plugin = Plugin {
@@ -165,25 +172,10 @@ fn gpus(executor: &GuestList, options: &Options) -> Vec<Gpu> {
     gpus.collect()
 }
 
-/// What is wrong now. The log has a line for each change.
+/// What is wrong now.
 #[derive(Default)]
 struct Problems {
     guests: Problem,
     executor: Problem,
     registration: Problem,
-}
-
-#[derive(Default)]
-struct Problem(Option<String>);
-
-impl Problem {
-    fn set(&mut self, now: Option<String>) {
-        if self.0 == now {
-            return;
-        }
-        if let Some(problem) = &now {
-            warn!("{problem}");
-        }
-        self.0 = now;
-    }
 }

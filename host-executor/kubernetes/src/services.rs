@@ -1,6 +1,5 @@
 //! What the kubelet calls.
 
-use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -16,20 +15,11 @@ use crate::api::device_plugin::{
     ListAndWatchResponse, Mount, PreStartContainerRequest, PreStartContainerResponse,
     PreferredAllocationRequest, PreferredAllocationResponse,
 };
+use crate::container;
 use crate::devices::{Capacity, Resource, preferred};
 use crate::kubelet::plugin_options;
 use crate::options::Options;
 use crate::reconciler::{ReconcileError, Reconciler};
-
-/// Where a container has the guest plugin.
-const PLUGIN_IN_CONTAINER: &str = "/usr/lib/vgpu/libggml-vgpu.so";
-
-/// The same for an Ollama, which takes the only library of the folder that `OLLAMA_LLM_LIBRARY`
-/// names below its own folder of libraries. The path is that of Ollama's image.
-const OLLAMA_IN_CONTAINER: &str = "/usr/lib/ollama/vgpu/libggml-vgpu.so";
-
-/// Where a container has the folder with its socket.
-const FOLDER_IN_CONTAINER: &str = "/run/vgpu";
 
 /// The plugin for one resource.
 #[derive(Clone)]
@@ -133,31 +123,15 @@ impl Service {
         let seat = one_seat(ids)?;
         let made = self.reconciler.lock().await.renew(seat).await;
         made.map_err(|error| failed(&error))?;
-        let mount = |container: &str, host: String| Mount {
-            container_path: container.into(),
-            host_path: host,
+        let mounts = container::mounts(&self.options, seat).map(|mount| Mount {
+            container_path: mount.container.into(),
+            host_path: mount.host,
             read_only: true,
-        };
-        let folder = self.options.folder(seat).display().to_string();
-        let plugin = self.options.plugin.display().to_string();
+        });
+        let envs = container::variables().map(|(name, value)| (name.to_owned(), value));
         Ok(ContainerAllocateResponse {
-            envs: HashMap::from([
-                ("GGML_BACKEND_PATH".into(), PLUGIN_IN_CONTAINER.into()),
-                (
-                    "VGPU_ENDPOINT".into(),
-                    format!("unix:{FOLDER_IN_CONTAINER}/vgpu.sock"),
-                ),
-                // A container that asks for a device does not want its own CPU. The variables of
-                // the pod come after these, and may say otherwise.
-                ("VGPU_REQUIRED".into(), "1".into()),
-                ("OLLAMA_LLM_LIBRARY".into(), "vgpu".into()),
-                ("OLLAMA_FLASH_ATTENTION".into(), "1".into()),
-            ]),
-            mounts: vec![
-                mount(PLUGIN_IN_CONTAINER, plugin.clone()),
-                mount(OLLAMA_IN_CONTAINER, plugin),
-                mount(FOLDER_IN_CONTAINER, folder),
-            ],
+            envs: envs.into(),
+            mounts: mounts.into(),
         })
     }
 }

@@ -1,5 +1,7 @@
-//! The gRPC services between the kubelet and device plugins: both sides of each, for the device
-//! plugin and for tests that stand in for the kubelet.
+//! The gRPC services between the kubelet, device plugins and drivers: both sides of each, for this
+//! crate and for tests that stand in for the kubelet.
 
 pub mod device_plugin;
+pub mod dra;
+pub mod plugin_registration;
 pub mod pod_resources;
