@@ -74,7 +74,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0)]
     interval: f64,
 
-    /// How long the guest of a container that is gone stays, in seconds
+    /// How long the guest of a container that is gone stays, in seconds. Not with --dra, where the
+    /// kubelet says when a claim ends
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
     grace: f64,
 
@@ -161,7 +162,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("starting the runtime")?;
-    runtime.block_on(async {
+    let ended = runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).context("catching SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("catching SIGINT")?;
         let stop = async {
@@ -173,7 +174,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         };
         vgpu_kubernetes::run(options, stop).await?;
         anyhow::Ok(())
-    })
+    });
+    // A thread may wait for an executor or an API server that does not answer.
+    runtime.shutdown_background();
+    ended
 }
 
 /// The address of the API server, as a pod has it.

@@ -982,18 +982,22 @@ fn changes_of_the_operator_and_added_guests_keep_each_other() {
     }
 }
 
-/// Each container of the manifest drops all capabilities and adds none.
+/// Each container of the manifests drops all capabilities and adds none.
 #[test]
-fn the_device_plugin_of_the_manifest_has_no_capabilities() {
-    let manifest = include_str!("../../../deploy/kubernetes/device-plugin.yaml");
-    let lines = |text| manifest.lines().filter(move |line| line.trim() == text);
-    let images = { manifest.lines() }.filter(|line| line.trim().starts_with("image:"));
-    let containers = images.count();
-    assert_ne!(containers, 0, "{manifest}");
-    for line in [r#"drop: ["ALL"]"#, "allowPrivilegeEscalation: false"] {
-        assert_eq!(lines(line).count(), containers, "{line}");
-    }
-    for word in ["add:", "privileged:"] {
-        assert!(!manifest.contains(word), "{word}");
+fn the_device_plugin_and_the_driver_of_the_manifests_have_no_capabilities() {
+    for manifest in [
+        include_str!("../../../deploy/kubernetes/device-plugin.yaml"),
+        include_str!("../../../deploy/kubernetes/dra-driver.yaml"),
+    ] {
+        let lines = |text| manifest.lines().filter(move |line| line.trim() == text);
+        let images = { manifest.lines() }.filter(|line| line.trim().starts_with("image:"));
+        let containers = images.count();
+        assert_ne!(containers, 0, "{manifest}");
+        for line in [r#"drop: ["ALL"]"#, "allowPrivilegeEscalation: false"] {
+            assert_eq!(lines(line).count(), containers, "{line}");
+        }
+        for word in ["add:", "privileged:"] {
+            assert!(!manifest.contains(word), "{word}");
+        }
     }
 }

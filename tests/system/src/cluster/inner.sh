@@ -13,12 +13,15 @@ cat > /etc/cni/net.d/bridge.conflist << 'END'
     "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.0.0/24"}]],
              "routes": [{"dst": "0.0.0.0/0"}]}}]}
 END
-# runc may not be permitted to protect containers from the end of memory.
+# runc may not be permitted to protect containers from the end of memory. The devices of claims are
+# files (CDI), which containerd 1.7 reads only if told so.
 cat > containerd.toml << 'END'
 version = 2
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "localhost/pause:1"
 restrict_oom_score_adj = true
+enable_cdi = true
+cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
 cni = { bin_dir = "/usr/lib/cni", conf_dir = "/etc/cni/net.d" }
 END
 containerd --config containerd.toml > /var/log/containerd 2>&1 &
@@ -31,14 +34,18 @@ cat > /root/.kube/config << 'END'
 apiVersion: v1
 kind: Config
 clusters:
-  - {name: local, cluster: {server: "https://127.0.0.1:6443", insecure-skip-tls-verify: true}}
+  - {name: local, cluster: {server: "https://127.0.0.1", insecure-skip-tls-verify: true}}
 users: [{name: admin, user: {token: token}}]
 contexts: [{name: admin, context: {cluster: local, user: admin}}]
 current-context: admin
 END
+# Claims share devices, which is no default of this version.
+features=DRAConsumableCapacity=true
+# Pods reach the API server at the address of its service: no program makes services here.
+ip address add 10.96.0.1/32 dev lo
 kube-apiserver --etcd-servers http://127.0.0.1:2379 --cert-dir certs --token-auth-file tokens \
     --authorization-mode RBAC --allow-privileged --service-cluster-ip-range 10.96.0.0/16 \
-    --advertise-address 192.0.2.1 --bind-address 127.0.0.1 \
+    --advertise-address 192.0.2.1 --secure-port 443 --feature-gates $features \
     --kubelet-preferred-address-types InternalIP --service-account-key-file account.key \
     --service-account-signing-key-file account.key \
     --service-account-issuer https://kubernetes.default.svc > /var/log/apiserver 2>&1 &
@@ -53,7 +60,7 @@ done
 config=/root/.kube/config
 kube-controller-manager --kubeconfig $config --leader-elect=false \
     --root-ca-file certs/apiserver.crt --service-account-private-key-file account.key > /var/log/controller-manager 2>&1 &
-kube-scheduler --kubeconfig $config --leader-elect=false > /var/log/scheduler 2>&1 &
+kube-scheduler --kubeconfig $config --leader-elect=false --feature-gates $features > /var/log/scheduler 2>&1 &
 
 # Images are not removed and pods not evicted when the disk of this machine is nearly full.
 cat > kubelet.yaml << 'END'
@@ -71,7 +78,7 @@ resolvConf: ""
 END
 # A kubelet that ends starts again, as its service would do.
 while true; do
-    kubelet --kubeconfig $config --config kubelet.yaml --hostname-override node \
+    kubelet --kubeconfig $config --config kubelet.yaml --feature-gates $features --hostname-override node \
         --node-ip 192.0.2.1 >> /var/log/kubelet 2>&1 || true
     sleep 1
 done &

@@ -55,7 +55,14 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         ensure!(config["vsock"]["uds_path"].is_string(), "it has no vsock");
         Ok(String::new())
     });
-    for file in ["device-plugin", "executor", "pod", "pod-hostpath"] {
+    for file in [
+        "device-plugin",
+        "dra-driver",
+        "executor",
+        "pod",
+        "pod-claim",
+        "pod-hostpath",
+    ] {
         let file = format!("kubernetes/{file}.yaml");
         tests.check(&file, |tests, _| {
             let program = packages::kubernetes_validate(tests.cache)?;

@@ -20,11 +20,12 @@ const NAMESPACE: &str = "kube-system";
 /// Labels that only Helm's objects have begin so.
 const HELM_LABELS: [&str; 2] = ["helm.sh/", "app.kubernetes.io/"];
 /// The files in `tests/helm/values`, and in `tests/helm/expected`. [`OF_CHART`] is in the chart.
-const VALUES: [&str; 4] = ["cpu", "gpu", "service-monitor", OF_CHART];
+const VALUES: [&str; 5] = ["cpu", "dra", "gpu", "service-monitor", OF_CHART];
 /// The values that the chart brings for nodes without a GPU.
 const OF_CHART: &str = "values-cpu";
 /// Values that the chart refuses, and what the error says.
-const REFUSED: [(&str, &str); 13] = [
+const REFUSED: [(&str, &str); 14] = [
+    ("devicePlugin: {dra: \"yes\"}", "/devicePlugin/dra"),
     ("devicePlugin: {seats: many}", "/devicePlugin/seats"),
     ("devicePlugin: {slice: 1 GB}", "/devicePlugin/slice"),
     ("executor: {engin: cpu}", "'engin'"),
@@ -64,6 +65,9 @@ const REFUSED: [(&str, &str); 13] = [
 /// Checks the chart. `dist`: the programs whose flags the chart has, if they are built.
 pub(super) fn run(tests: &mut TestRun<'_>, dist: Option<&Dist>) {
     tests.check("kubernetes/chart", |tests, _| is_plain_by_default(tests));
+    tests.check("kubernetes/chart with the driver of claims", |tests, _| {
+        is_plain_with_claims(tests)
+    });
     for name in VALUES {
         tests.check(&format!("kubernetes/chart with {name}.yaml"), |tests, _| {
             let rendered = render(tests, Some(&values_file(name)))?;
@@ -108,6 +112,25 @@ fn is_plain_by_default(tests: &TestRun<'_>) -> Result<String> {
         }
     }
     validate(tests, rendered.path())
+}
+
+/// With `devicePlugin.dra` the chart makes the objects of the plain file with the driver.
+fn is_plain_with_claims(tests: &TestRun<'_>) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let values = scratch.path().join("values.yaml");
+    std::fs::write(&values, "devicePlugin: {dra: true}\n").context("writing values")?;
+    let rendered = render(tests, Some(&values))?;
+    let plain = workspace::root().join("deploy/kubernetes/dra-driver.yaml");
+    let plain = yaml::read_all(tests, &plain)?;
+    let mut chart = yaml::read_all(tests, &rendered.path().join("dra-account.yaml"))?;
+    chart.push(yaml::read(tests, &rendered.path().join("dra-driver.yaml"))?);
+    for object in &mut chart {
+        remove_labels_of_helm(object);
+    }
+    if let Some(difference) = difference(&plain.into(), &chart.into(), "") {
+        bail!("dra-driver.yaml, plain and of the chart: {difference}");
+    }
+    Ok(String::new())
 }
 
 /// A file in a folder of `tests/helm`.
@@ -182,9 +205,11 @@ fn validate(tests: &TestRun<'_>, folder: &Path) -> Result<String> {
 /// The commands of the containers and of their probes have flags and values that `vgpu` reads.
 fn vgpu_takes(tests: &TestRun<'_>, dist: &Dist, folder: &Path) -> Result<()> {
     for file in names(folder)?.iter().filter(|name| name.ends_with(".yaml")) {
-        let object = yaml::read(tests, &folder.join(file))?;
-        let containers = object.pointer("/spec/template/spec/containers");
-        for container in containers.and_then(Value::as_array).into_iter().flatten() {
+        let objects = yaml::read_all(tests, &folder.join(file))?;
+        let containers = objects
+            .iter()
+            .filter_map(|object| object.pointer("/spec/template/spec/containers")?.as_array());
+        for container in containers.flatten() {
             let command = container.get("command").context("no command")?;
             let probes = ["/startupProbe/exec/command", "/readinessProbe/exec/command"];
             let probes = probes.iter().filter_map(|place| container.pointer(place));
@@ -229,8 +254,15 @@ pub(super) fn kustomize(tests: &TestRun<'_>) -> Result<String> {
 }
 
 fn remove_labels_of_helm(object: &mut Value) {
-    if let Some(labels) = object["metadata"]["labels"].as_object_mut() {
+    let Some(metadata) = object["metadata"].as_object_mut() else {
+        return;
+    };
+    let labels = metadata.get_mut("labels").and_then(Value::as_object_mut);
+    if let Some(labels) = labels {
         labels.retain(|name, _| !HELM_LABELS.iter().any(|start| name.starts_with(start)));
+        if labels.is_empty() {
+            metadata.remove("labels");
+        }
     }
 }
 

@@ -68,6 +68,7 @@ const FOLLOWED: [(&str, &[&str]); 6] = [
             "The device plugin",
             "With kustomize",
             "With Helm",
+            "Dynamic Resource Allocation",
         ],
     ),
 ];

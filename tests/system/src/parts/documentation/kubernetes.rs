@@ -46,6 +46,14 @@ const OLLAMA: Image = Image {
     variables: &["OLLAMA_HOST=0.0.0.0:11434"],
 };
 
+/// The sections of the page, in their order.
+const SECTIONS: [&str; 4] = [
+    "The device plugin",
+    "With kustomize",
+    "With Helm",
+    "Dynamic Resource Allocation",
+];
+
 /// The resources of the page's pods: a seat and 8 GiB.
 const SEAT: &str = "      resources: {limits: {vgpu.dev/gpu: 1, vgpu.dev/memory: 8}}\n";
 
@@ -68,13 +76,14 @@ const SLICES: std::ops::RangeInclusive<u64> = 11..=12;
 /// The DaemonSets.
 const EXECUTOR: &str = "vgpu";
 const PLUGIN: &str = "vgpu-device-plugin";
+const DRIVER: &str = "vgpu-dra-driver";
 
 /// `vgpu` in the container of the executor, with a command of the control socket.
 const VGPU: &str = "kubectl exec --namespace kube-system daemonset/vgpu -- vgpu";
 const CONTROL: &str = "--control=/run/vgpu-node/control.sock";
 
 pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
-    let mut guide = Guide::open(PAGE, &["The device plugin", "With kustomize", "With Helm"])?;
+    let mut guide = Guide::open(PAGE, &SECTIONS)?;
     let node = Node::start(tests, images)?;
     let ollama = ollama_of_page()?;
     let ollama_on_cpu = node.on_cpu("ollama", &ollama, |node, pod| node.generate(pod))?;
@@ -114,6 +123,7 @@ pub(super) fn follow(tests: &TestRun<'_>, images: &Images) -> Result<String> {
     node.expect_seats("0")?;
     by_kustomize(&node, &mut guide, &images.tag)?;
     by_helm(tests, &node, &mut guide, &images.tag)?;
+    by_claims(&node, &mut guide)?;
     guide.finish()?;
     Ok("llama-server and Ollama in pods, each with the text of the CPU".to_owned())
 }
@@ -255,6 +265,61 @@ fn by_helm(tests: &TestRun<'_>, node: &Node, guide: &mut Guide, tag: &str) -> Re
     Ok(())
 }
 
+/// The page's claims in place of the device plugin: `pod-claim.yaml`, and a pod for which its device
+/// has too little memory left.
+fn by_claims(node: &Node, guide: &mut Guide) -> Result<()> {
+    node.run("helm uninstall vgpu-cpu --namespace kube-system")?;
+    node.run("kubectl label node node vgpu-")?;
+    node.run(&guide.take_with("kubectl label node", &[("NAME", "node")])?)?;
+    node.await_rollouts([EXECUTOR, DRIVER])?;
+    node.cluster.await_that(
+        "kubectl get resourceslices --output yaml | grep 'allowMultipleAllocations: true'",
+    )?;
+    node.run(&guide.take("kubectl get resourceslices")?)?;
+    node.run(&guide.take("kubectl apply -f pod-claim.yaml")?)?;
+    let claim = node.claim_of("llama-server")?;
+    node.expect_text_of(&claim, "with a claim")?;
+    let status = node.status()?;
+    let guests = status["guests"].as_array().context("no guests")?;
+    let guest = guests.iter().find(|guest| guest["name"] == claim.as_str());
+    let guest = guest.with_context(|| format!("no guest {claim} in {status}"))?;
+    ensure!(
+        guest["quota"] == 8u64 << 30 && guest["weight"] == 300,
+        "{guest}"
+    );
+
+    // The device has 4 GiB or less for others.
+    let second = node
+        .claimed
+        .replace("name: llama-server\nspec", "name: second\nspec");
+    ensure!(second != node.claimed, "no other name in {second}");
+    node.apply("second", &second)?;
+    node.await_event("second", "cannot allocate all claims")?;
+
+    // The next kubelet asks for the claim again; the next driver has it.
+    node.run("pkill --full '^/srv/kubernetes kubelet '")?;
+    node.cluster.await_that(
+        "[ \"$(kubectl logs --namespace kube-system daemonset/vgpu-dra-driver | \
+         grep -c 'registered with the kubelet')\" -ge 2 ]",
+    )?;
+    node.expect_text_of(&claim, "with the next kubelet")?;
+    node.without_of(DRIVER, [EXECUTOR, DRIVER], || Ok(()))?;
+    node.expect_text_of(&claim, "with the next driver")?;
+    node.expect_restarts("0")?;
+
+    // The end of a pod leaves the device to the other.
+    node.run("kubectl delete pod llama-server --now")?;
+    node.await_guest_of(&claim, false)?;
+    let claim = node.claim_of("second")?;
+    node.cluster
+        .await_that("kubectl wait --for=condition=Ready pod/second --timeout=10s")?;
+    node.await_guest_of(&claim, true)?;
+    node.run("kubectl delete pod second --now")?;
+    node.await_guest_of(&claim, false)?;
+    node.expect_sockets(0)?;
+    node.run("[ -z \"$(ls /var/run/cdi)\" ]").map(drop)
+}
+
 /// The executor's name of the container of `pod.yaml` in a pod.
 fn guest_of(pod: &str) -> String {
     format!("default.{pod}.llama-server")
@@ -303,6 +368,8 @@ struct Node {
     cluster: Cluster,
     /// `pod.yaml` with the image of the test.
     pod: String,
+    /// `pod-claim.yaml`, likewise.
+    claimed: String,
     /// What its program generates without the executor.
     text: String,
 }
@@ -317,14 +384,17 @@ impl Node {
         let mut node = Node {
             cluster,
             pod: String::new(),
+            claimed: String::new(),
             text: String::new(),
         };
         let image = format!("image: ggml-vgpu:{}", images.tag);
         let image = ("image: ggml-vgpu:0.1.0", image.as_str());
         node.write("executor", &[&RESOURCES[..], &[image]].concat())?;
         node.write("device-plugin", &[image])?;
+        node.write("dra-driver", &[image])?;
         let of_pod = [(PUBLISHED_LLAMA, LLAMA.name), (MODELS[0], MODELS[1])];
         node.pod = node.write("pod", &of_pod)?;
+        node.claimed = node.write("pod-claim", &of_pod)?;
         node.text = node.on_cpu("llama-server", &node.pod, |node, pod| node.complete(pod))?;
         Ok(node)
     }
@@ -421,10 +491,14 @@ impl Node {
 
     /// Waits until the executor has the guest of a pod, or has it no more.
     fn await_guest(&self, pod: &str, is_there: bool) -> Result<()> {
+        self.await_guest_of(&guest_of(pod), is_there)
+    }
+
+    /// As [`await_guest`](Node::await_guest), by the name of the guest.
+    fn await_guest_of(&self, guest: &str, is_there: bool) -> Result<()> {
         let not = if is_there { "" } else { "! " };
         self.cluster.await_that(&format!(
-            "status=$({VGPU} ps --json {CONTROL}) && {not}echo \"$status\" | grep '\"{}\"'",
-            guest_of(pod)
+            "status=$({VGPU} ps --json {CONTROL}) && {not}echo \"$status\" | grep '\"{guest}\"'"
         ))
     }
 
@@ -436,17 +510,21 @@ impl Node {
 
     /// The program of `pod.yaml` generates its text, and the executor has computed it.
     fn expect_text(&self, when: &str) -> Result<()> {
+        self.expect_text_of(&guest_of("llama-server"), when)
+    }
+
+    /// As [`expect_text`](Node::expect_text), with another guest.
+    fn expect_text_of(&self, guest: &str, when: &str) -> Result<()> {
         // The program has a session before the graphs are counted.
         self.url("llama-server", PORT, "/health")?;
-        let guest = guest_of("llama-server");
-        let before = graphs_in(&self.status()?, &guest)?;
+        let before = graphs_in(&self.status()?, guest)?;
         let text = self.complete("llama-server")?;
         ensure!(
             text == self.text,
             "{text:?} {when}, but {:?} on the CPU",
             self.text
         );
-        let graphs = graphs_in(&self.status()?, &guest)?.saturating_sub(before);
+        let graphs = graphs_in(&self.status()?, guest)?.saturating_sub(before);
         ensure!(
             graphs >= TOKENS,
             "{when}: {graphs} graphs for {TOKENS} tokens"
@@ -492,6 +570,14 @@ impl Node {
         self.end_pod("llama-server")
     }
 
+    /// The name of the guest of a pod's claim, which Kubernetes makes of its template.
+    fn claim_of(&self, pod: &str) -> Result<String> {
+        let path = "{.status.resourceClaimStatuses[0].resourceClaimName}";
+        let name = self.run(&format!("kubectl get pod {pod} --output jsonpath='{path}'"))?;
+        ensure!(!name.trim().is_empty(), "pod {pod} has no claim");
+        Ok(format!("default.{}", name.trim()))
+    }
+
     /// Waits for an event of a pod with these words.
     fn await_event(&self, pod: &str, words: &str) -> Result<()> {
         self.cluster.await_that(&format!(
@@ -501,6 +587,16 @@ impl Node {
 
     /// Takes the pods of a DaemonSet from the node, does something, and gives the node new ones.
     fn without(&self, daemonset: &str, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.without_of(daemonset, [EXECUTOR, PLUGIN], meanwhile)
+    }
+
+    /// As [`without`](Node::without), with the DaemonSets that are there.
+    fn without_of(
+        &self,
+        daemonset: &str,
+        all: [&str; 2],
+        meanwhile: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let select = |value: &str| {
             let patch = json!({"spec": {"template": {"spec": {"nodeSelector": {"vgpu": value}}}}});
             self.run(&format!(
@@ -514,7 +610,7 @@ impl Node {
         ))?;
         meanwhile()?;
         select("true")?;
-        self.await_rollouts([EXECUTOR, PLUGIN])
+        self.await_rollouts(all)
     }
 
     /// Waits until the node offers so many seats.
