@@ -1,15 +1,26 @@
 //! Questions to the API server of the cluster, over its HTTP interface with JSON.
 
+use std::error::Error;
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::{Method, Request, Response, Uri};
+use hyper_util::rt::TokioIo;
 use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::version::TLS13;
+use rustls::{ClientConfig, RootCertStore};
 use serde_json::Value;
-use ureq::Agent;
-use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
 
 use crate::options::ClaimOptions;
 
@@ -17,38 +28,44 @@ use crate::options::ClaimOptions;
 const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The most bytes of an answer: those of the largest object that an API server keeps, and more.
-const MAX_ANSWER: u64 = 8 << 20;
+const MAX_ANSWER: usize = 8 << 20;
 
 /// Why the API server does not answer as expected.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ApiError {
     #[error("{}: {error}", path.display())]
     File { path: PathBuf, error: io::Error },
-    #[error("{}: no certificate of an authority", .0.display())]
-    NoCertificate(PathBuf),
-    #[error("{}: {error}", path.display())]
-    Certificate { path: PathBuf, error: ureq::Error },
-    #[error("{method} {url}: {error}")]
-    Call {
-        method: &'static str,
-        url: String,
-        error: ureq::Error,
-    },
-    #[error("{method} {url}: the API server refuses with status {status}: {message}")]
+    #[error("{0:?} is no address of an API server, such as https://10.96.0.1:443")]
+    Url(String),
+    #[error("a request to the API server: {0}")]
+    Request(String),
+    #[error("{call}: {error}")]
+    Call { call: String, error: CallError },
+    #[error("{call}: the API server refuses with status {status}: {message}")]
     Refused {
-        method: &'static str,
-        url: String,
+        call: String,
         status: u16,
         message: String,
     },
-    #[error("{method} {url}: the answer is no JSON: {error}")]
-    Answer {
-        method: &'static str,
-        url: String,
-        error: serde_json::Error,
-    },
-    #[error("a thread that asks the API server has panicked")]
-    Panicked,
+}
+
+/// Why a call has no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    #[error("no connection: {0}")]
+    Connect(io::Error),
+    #[error("{0:?} is no name of a server")]
+    Name(String),
+    #[error("the certificates of the authority, {}: {reason}", path.display())]
+    Authority { path: PathBuf, reason: String },
+    #[error("no answer: {0}")]
+    Http(#[from] hyper::Error),
+    #[error("the answer: {0}")]
+    Body(Box<dyn Error + Send + Sync>),
+    #[error("no answer within {TIMEOUT:?}")]
+    Timeout,
+    #[error("the answer is no JSON: {0}")]
+    Json(serde_json::Error),
 }
 
 /// The API server, as an account of the cluster.
@@ -66,7 +83,7 @@ impl ApiServer {
     /// # Errors
     /// [`ApiError`].
     pub(crate) async fn get(&self, path: &str) -> Result<Option<Value>, ApiError> {
-        match self.call("GET", path, None).await {
+        match self.call(Method::GET, path, None).await {
             Err(ApiError::Refused { status: 404, .. }) => Ok(None),
             answer => answer.map(Some),
         }
@@ -77,7 +94,7 @@ impl ApiServer {
     /// # Errors
     /// [`ApiError`].
     pub(crate) async fn create(&self, path: &str, object: Value) -> Result<Value, ApiError> {
-        self.call("POST", path, Some(object)).await
+        self.call(Method::POST, path, Some(object)).await
     }
 
     /// Replaces the object at `path`. Returns what the API server has made of it.
@@ -85,68 +102,129 @@ impl ApiServer {
     /// # Errors
     /// [`ApiError`].
     pub(crate) async fn replace(&self, path: &str, object: Value) -> Result<Value, ApiError> {
-        self.call("PUT", path, Some(object)).await
+        self.call(Method::PUT, path, Some(object)).await
     }
 
-    /// Calls the API server, on a thread that may wait.
+    /// Calls the API server once, over a connection of its own: calls are rare. Files are read for
+    /// each call, since the cluster renews them.
     async fn call(
         &self,
-        method: &'static str,
+        method: Method,
         path: &str,
         object: Option<Value>,
     ) -> Result<Value, ApiError> {
-        let options = Arc::clone(&self.options);
-        let url = format!("{}{path}", options.server);
-        let call = move || call(&options, method, url, object);
-        let answer = tokio::task::spawn_blocking(call).await;
-        answer.map_err(|_| ApiError::Panicked)?
+        let url = format!("{}{path}", self.options.server);
+        let text = format!("{method} {url}");
+        let uri: Uri = url.parse().map_err(|_| ApiError::Url(url.clone()))?;
+        let request = self.request(method, &uri, object)?;
+        let answer = async {
+            let answer = self.exchange(&uri, request).await?;
+            let status = answer.status().as_u16();
+            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+            Ok((status, body.map_err(CallError::Body)?.to_bytes()))
+        };
+        let failed = |error| ApiError::Call {
+            call: text.clone(),
+            error,
+        };
+        let answer = tokio::time::timeout(TIMEOUT, answer).await;
+        let (status, body) = answer.unwrap_or(Err(CallError::Timeout)).map_err(failed)?;
+        if !(200..300).contains(&status) {
+            return Err(ApiError::Refused {
+                call: text,
+                status,
+                message: message_of(&body),
+            });
+        }
+        serde_json::from_slice(&body).map_err(|error| failed(CallError::Json(error)))
+    }
+
+    fn request(
+        &self,
+        method: Method,
+        uri: &Uri,
+        object: Option<Value>,
+    ) -> Result<Request<Full<Bytes>>, ApiError> {
+        let path = self.options.account.join("token");
+        let token = read(&path)?;
+        let token = String::from_utf8_lossy(&token);
+        let invalid = || ApiError::Url(uri.to_string());
+        let authority = uri.authority().ok_or_else(invalid)?;
+        let target = uri.path_and_query().ok_or_else(invalid)?;
+        let body = object.map_or_else(Bytes::new, |object| object.to_string().into());
+        let request = Request::builder()
+            .method(method)
+            .uri(target.as_str())
+            .header("Host", authority.as_str())
+            .header("Authorization", format!("Bearer {}", token.trim()))
+            .header("Accept", "application/json")
+            .header("Content-Type", "application/json")
+            .body(Full::new(body));
+        request.map_err(|error| ApiError::Request(error.to_string()))
+    }
+
+    async fn exchange(
+        &self,
+        uri: &Uri,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, CallError> {
+        let host = uri.host().unwrap_or_default();
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let is_plain = uri.scheme_str() == Some("http");
+        let port = uri.port_u16().unwrap_or(if is_plain { 80 } else { 443 });
+        let stream = TcpStream::connect((host, port)).await;
+        let stream = stream.map_err(CallError::Connect)?;
+        if is_plain {
+            return exchange_over(stream, request).await;
+        }
+        let name = ServerName::try_from(host.to_owned());
+        let name = name.map_err(|_| CallError::Name(host.to_owned()))?;
+        let connector = TlsConnector::from(Arc::new(self.tls()?));
+        let stream = connector.connect(name, stream).await;
+        exchange_over(stream.map_err(CallError::Connect)?, request).await
+    }
+
+    /// A client that trusts the authority of the cluster.
+    fn tls(&self) -> Result<ClientConfig, CallError> {
+        let path = self.options.account.join("ca.crt");
+        let failed = |reason: String| CallError::Authority {
+            path: path.clone(),
+            reason,
+        };
+        let certificates = CertificateDer::pem_file_iter(&path);
+        let certificates = certificates.map_err(|error| failed(error.to_string()))?;
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates {
+            let certificate = certificate.map_err(|error| failed(error.to_string()))?;
+            let added = roots.add(certificate);
+            added.map_err(|error| failed(error.to_string()))?;
+        }
+        if roots.is_empty() {
+            return Err(failed("no certificate".into()));
+        }
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+        let config = config.with_protocol_versions(&[&TLS13]);
+        let config = config.map_err(|error| failed(error.to_string()))?;
+        Ok(config.with_root_certificates(roots).with_no_client_auth())
     }
 }
 
-/// Files are read for each call: the cluster renews them.
-fn call(
-    options: &ClaimOptions,
-    method: &'static str,
-    url: String,
-    object: Option<Value>,
-) -> Result<Value, ApiError> {
-    let path = options.account.join("token");
-    let token = fs::read_to_string(&path).map_err(|error| ApiError::File { path, error })?;
-    let agent = agent(options)?;
-    let authorization = format!("Bearer {}", token.trim());
-    let failed = |error| ApiError::Call {
-        method,
-        url: url.clone(),
+/// Sends a request over a connection, and returns the answer, whose body is read as it comes.
+async fn exchange_over(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    request: Request<Full<Bytes>>,
+) -> Result<Response<Incoming>, CallError> {
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    // Ends with the answer, or with the sender.
+    tokio::spawn(connection);
+    Ok(sender.send_request(request).await?)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, ApiError> {
+    fs::read(path).map_err(|error| ApiError::File {
+        path: path.into(),
         error,
-    };
-    let answer = match object {
-        None => agent
-            .get(&url)
-            .header("Authorization", authorization)
-            .call(),
-        Some(object) => {
-            let request = match method {
-                "POST" => agent.post(&url),
-                _ => agent.put(&url),
-            };
-            let request = request.header("Authorization", authorization);
-            let request = request.header("Content-Type", "application/json");
-            request.send(object.to_string())
-        }
-    };
-    let mut answer = answer.map_err(failed)?;
-    let status = answer.status().as_u16();
-    let body = answer.body_mut().with_config().limit(MAX_ANSWER);
-    let body = body.read_to_vec().map_err(failed)?;
-    if !(200..300).contains(&status) {
-        return Err(ApiError::Refused {
-            method,
-            url,
-            status,
-            message: message_of(&body),
-        });
-    }
-    serde_json::from_slice(&body).map_err(|error| ApiError::Answer { method, url, error })
+    })
 }
 
 /// What a refusal says: the message of an object `Status`, or the beginning of other text.
@@ -158,39 +236,4 @@ fn message_of(body: &[u8]) -> String {
     let text = message.map(str::to_owned);
     let text = text.unwrap_or_else(|| String::from_utf8_lossy(body).into_owned());
     text.trim().chars().take(400).collect()
-}
-
-/// A client that trusts the authority of the cluster.
-fn agent(options: &ClaimOptions) -> Result<Agent, ApiError> {
-    let config = Agent::config_builder()
-        .timeout_global(Some(TIMEOUT))
-        .http_status_as_error(false)
-        .max_redirects(0)
-        .proxy(None);
-    if !options.server.starts_with("https:") {
-        return Ok(config.build().new_agent());
-    }
-    let path = options.account.join("ca.crt");
-    let text = fs::read(&path).map_err(|error| ApiError::File {
-        path: path.clone(),
-        error,
-    })?;
-    let items = parse_pem(&text).filter_map(|item| match item {
-        Ok(PemItem::Certificate(certificate)) => Some(Ok(certificate)),
-        Ok(_) => None,
-        Err(error) => Some(Err(error)),
-    });
-    let roots = items.collect::<Result<Vec<_>, _>>();
-    let roots = roots.map_err(|error| ApiError::Certificate {
-        path: path.clone(),
-        error,
-    })?;
-    if roots.is_empty() {
-        return Err(ApiError::NoCertificate(path));
-    }
-    let tls = TlsConfig::builder()
-        .root_certs(RootCerts::new_with_certs(&roots))
-        .unversioned_rustls_crypto_provider(Arc::new(ring::default_provider()))
-        .build();
-    Ok(config.tls_config(tls).build().new_agent())
 }
