@@ -237,3 +237,102 @@ fn message_of(body: &[u8]) -> String {
     let text = text.unwrap_or_else(|| String::from_utf8_lossy(body).into_owned());
     text.trim().chars().take(400).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use rustls::ServerConfig;
+    use rustls::pki_types::PrivateKeyDer;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio_rustls::TlsAcceptor;
+
+    fn authority() -> CertifiedIssuer<'static, KeyPair> {
+        let mut parameters = CertificateParams::default();
+        parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        CertifiedIssuer::self_signed(parameters, KeyPair::generate().unwrap()).unwrap()
+    }
+
+    /// A server at an address that its certificate names, if `name` is that address. It answers each
+    /// request with an object, or with a refusal if the token is another one.
+    async fn server(authority: &CertifiedIssuer<'static, KeyPair>, name: &str) -> u16 {
+        let key = KeyPair::generate().unwrap();
+        let parameters = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let certificate = parameters.signed_by(&key, authority).unwrap();
+        let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_protocol_versions(&[&TLS13])
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(
+                vec![certificate.der().clone()],
+                PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
+            );
+        let acceptor = TlsAcceptor::from(Arc::new(config.unwrap()));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                // A client that does not trust the certificate ends the handshake.
+                let Ok(mut stream) = acceptor.accept(stream).await else {
+                    continue;
+                };
+                let mut request = vec![0; 4096];
+                let len = stream.read(&mut request).await.unwrap();
+                let request = String::from_utf8_lossy(&request[..len]).to_lowercase();
+                let (status, body) = match request.contains("authorization: bearer secret\r\n") {
+                    true => (200, r#"{"kind": "Node"}"#),
+                    false => (403, r#"{"kind": "Status", "message": "who are you?"}"#),
+                };
+                let len = body.len();
+                let answer = format!("HTTP/1.1 {status} .\r\nContent-Length: {len}\r\n\r\n{body}");
+                stream.write_all(answer.as_bytes()).await.unwrap();
+            }
+        });
+        port
+    }
+
+    fn client(port: u16, account: &Path, authority: &str, token: &str) -> ApiServer {
+        fs::write(account.join("ca.crt"), authority).unwrap();
+        fs::write(account.join("token"), token).unwrap();
+        ApiServer::new(Arc::new(ClaimOptions {
+            node: "node".into(),
+            cdi: "/run/cdi".into(),
+            server: format!("https://127.0.0.1:{port}"),
+            account: account.into(),
+        }))
+    }
+
+    #[tokio::test]
+    async fn the_token_goes_to_a_server_of_the_authority_only() {
+        let account = tempfile::tempdir().unwrap();
+        let (own, other) = (authority(), authority());
+        let port = server(&own, "127.0.0.1").await;
+        let of = |port, pem: &str, token| client(port, account.path(), pem, token);
+
+        let node = of(port, &own.pem(), "secret\n").get("/node").await;
+        assert_eq!(node.unwrap().unwrap()["kind"], "Node");
+        let error = of(port, &own.pem(), "other").get("/node").await;
+        let error = error.unwrap_err().to_string();
+        let says = "the API server refuses with status 403: who are you?";
+        assert!(
+            error.starts_with("GET https://") && error.ends_with(says),
+            "{error}"
+        );
+
+        // The authority is another one, the certificate is another machine's, or there is none.
+        let error = of(port, &other.pem(), "secret").get("/node").await;
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("invalid peer certificate"), "{error}");
+        let elsewhere = server(&own, "192.0.2.1").await;
+        let error = of(elsewhere, &own.pem(), "secret").get("/node").await;
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("invalid peer certificate"), "{error}");
+        let error = of(port, "", "secret").get("/node").await;
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("the certificates of the authority"),
+            "{error}"
+        );
+    }
+}
