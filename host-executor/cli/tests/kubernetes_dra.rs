@@ -11,16 +11,16 @@ use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use api_server::{ApiServer, TOKEN};
+use api_server::{Answers, ApiServer, TOKEN};
 use common::{Guest, TIMEOUT, add, bytes};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use served::{Scratch, Serve, vgpu};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
-use vgpu_executor::added_guests::{GuestList, GuestRequest};
+use vgpu_executor::added_guests::{AddedGuest, GuestList, GuestRequest};
 use vgpu_executor::status::{GuestStatus, Status};
-use vgpu_executor::{OperatorRequest, control};
+use vgpu_executor::{GuestChange, OperatorRequest, Quota, control};
 use vgpu_kubernetes::DRIVER;
 use vgpu_kubernetes::api::dra::{
     Claim, Device, DraPluginClient, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest,
@@ -64,9 +64,6 @@ impl Node {
         fs::create_dir_all(at("kubelet/plugins_registry")).expect("a folder");
         fs::create_dir(at("account")).expect("a folder");
         fs::write(at("account/token"), format!("{TOKEN}\n")).expect("a file");
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build();
         let api = ApiServer::start(is_consumable);
         let object = json!({"metadata": {"name": NODE, "uid": "uid-of-the-node"}});
         api.set(&format!("/api/v1/nodes/{NODE}"), Some(object));
@@ -74,7 +71,7 @@ impl Node {
             driver: None,
             serve: None,
             api,
-            runtime: runtime.expect("a runtime"),
+            runtime: runtime(),
             scratch,
         };
         node.start_executor();
@@ -147,24 +144,16 @@ impl Node {
         { self.status().guests.into_iter() }.find(|guest| guest.name == name)
     }
 
-    fn channel(&self, path: &Path) -> Channel {
-        let endpoint = Endpoint::from_shared(format!("unix:{}", path.display()));
-        let endpoint = endpoint.expect("a path");
-        let start = Instant::now();
-        loop {
-            match self.runtime.block_on(endpoint.connect()) {
-                Ok(channel) => return channel,
-                Err(error) => assert!(start.elapsed() < TIMEOUT, "{error:?}"),
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-
     /// The driver as the kubelet knows it, which looks into its folder of plugins.
     fn kubelet(&self) -> DraPluginClient<Channel> {
+        self.kubelet_on(&self.runtime)
+    }
+
+    /// As [`kubelet`](Node::kubelet), for another thread.
+    fn kubelet_on(&self, runtime: &Runtime) -> DraPluginClient<Channel> {
         let path = self.at(&format!("kubelet/plugins_registry/{DRIVER}-reg.sock"));
-        let mut registration = RegistrationClient::new(self.channel(&path));
-        let info = self.runtime.block_on(registration.get_info(InfoRequest {}));
+        let mut registration = RegistrationClient::new(channel(runtime, &path));
+        let info = runtime.block_on(registration.get_info(InfoRequest {}));
         let info = info.expect("an answer").into_inner();
         assert_eq!(
             (info.plugin_type.as_str(), info.name.as_str()),
@@ -176,8 +165,8 @@ impl Node {
             error: String::new(),
         };
         let told = registration.notify_registration_status(status);
-        self.runtime.block_on(told).expect("an answer");
-        DraPluginClient::new(self.channel(Path::new(&info.endpoint)))
+        runtime.block_on(told).expect("an answer");
+        DraPluginClient::new(channel(runtime, Path::new(&info.endpoint)))
     }
 
     /// A claim that the scheduler has given a part of the device.
@@ -276,6 +265,26 @@ impl Node {
     }
 }
 
+fn runtime() -> Runtime {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    runtime.expect("a runtime")
+}
+
+fn channel(runtime: &Runtime, path: &Path) -> Channel {
+    let endpoint = Endpoint::from_shared(format!("unix:{}", path.display()));
+    let endpoint = endpoint.expect("a path");
+    let start = Instant::now();
+    loop {
+        match runtime.block_on(endpoint.connect()) {
+            Ok(channel) => return channel,
+            Err(error) => assert!(start.elapsed() < TIMEOUT, "{error:?}"),
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
 fn path_of(claim: &str) -> String {
     format!("/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{claim}")
 }
@@ -331,7 +340,7 @@ fn a_claim_is_a_guest_with_its_part_of_the_device() {
     let known = node.guest("llama").expect("a guest");
     assert_eq!((known.quota, known.weight), (Some(8 * MIB), 300));
 
-    // The kubelet asks again when it starts. Nothing changes for the program.
+    // The kubelet asks again, as for a second pod with the claim. Nothing changes for the program.
     assert_eq!(node.prepare(&claim).expect("it is prepared"), prepared);
     compute(&mut guest);
     // Another claim has a socket and a quota of its own.
@@ -370,7 +379,7 @@ fn without_consumable_capacity_a_claim_has_the_device_to_itself() {
     // The next claim of the name, which the kubelet asks for before it has ended the last one.
     claim = node.allocate("llama", "a-2", &json!({}));
     let next = node.prepare(&claim).expect("it is prepared");
-    assert_ne!(node.container(&next).1, PathBuf::new());
+    assert_ne!(node.container(&next).1, node.at("pods/a-1/vgpu.sock"));
     compute(&mut node.program(&next));
     assert_eq!(node.list().guests.len(), 1);
     assert_eq!(node.end(&claim), "");
@@ -398,22 +407,12 @@ fn a_claim_that_cannot_have_its_part_is_refused() {
 
     let large = node.allocate("large", "l-1", &json!({"memory": "100Mi"}));
     let error = node.prepare(&large).expect_err("the device has less");
-    assert!(
-        error.contains("104857600") || error.contains("100"),
-        "{error}"
-    );
+    assert!(error.contains("add up to 100.0 MiB"), "{error}");
     let nothing = node.allocate("nothing", "l-2", &json!({"memory": "0"}));
     let error = node.prepare(&nothing).expect_err("no memory");
     assert!(error.contains("memory is \"0\""), "{error}");
-    node.api.set_silent(true);
-    let late = node.allocate("late", "l-3", &json!({"memory": "1Mi"}));
-    let error = node
-        .prepare(&late)
-        .expect_err("the API server does not answer");
-    assert!(error.contains("GET http://"), "{error}");
-    node.api.set_silent(false);
-    node.prepare(&late).expect("it is prepared");
-    assert_eq!(node.end(&late), "");
+    let huge = node.allocate("huge", "l-3", &json!({"memory": "9223372036854775807"}));
+    assert!(node.prepare(&huge).is_err());
     node.wait_until_empty();
 }
 
@@ -447,8 +446,17 @@ fn restarts_lose_no_claim() {
     assert_eq!((known.quota, known.weight), (Some(8 * MIB), 20));
     compute(&mut node.program(&prepared));
 
-    // The kubelet, which removes the slice when it starts.
+    // The kubelet, which removes the slice when it starts. The driver looks at once.
+    let removed = Instant::now();
     node.api.set(SLICE, None);
+    node.kubelet();
+    node.wait_for_devices(1);
+    assert!(removed.elapsed() < Duration::from_secs(10));
+    // What somebody else has made of the slice.
+    let mut slice = node.api.get(SLICE).expect("a slice");
+    slice["spec"]["devices"] = json!([]);
+    slice["spec"]["pool"]["generation"] = json!(70);
+    node.api.set(SLICE, Some(slice));
     node.kubelet();
     node.wait_for_devices(1);
 
@@ -476,4 +484,151 @@ fn an_executor_that_drains_has_no_devices_and_keeps_its_claims() {
     perform(&OperatorRequest::Undrain);
     node.wait_for_devices(1);
     assert!(node.guest("llama").is_some());
+}
+
+/// While the API server does not answer, or knows nothing of claims, those that are prepared go on,
+/// and the kubelet can end them.
+#[test]
+fn an_api_server_that_does_not_answer_ends_no_claim() {
+    let mut node = Node::new("dra-silent", true);
+    let part = json!({"memory": "4Mi"});
+    let [first, second] = [("first", "a-1"), ("second", "b-1")].map(|(name, uid)| {
+        let claim = node.allocate(name, uid, &part);
+        (node.prepare(&claim).expect("it is prepared"), claim)
+    });
+    let mut guest = node.program(&first.0);
+    compute(&mut guest);
+
+    // The driver asks for all claims when it starts.
+    for answers in [Answers::UnknownPath, Answers::Never] {
+        node.stop_driver();
+        node.api.set_answers(answers);
+        node.start_driver();
+        let again = node.prepare(&first.1).expect("it was prepared before");
+        assert_eq!(again, first.0);
+    }
+    let late = node.allocate("late", "l-1", &part);
+    let begin = Instant::now();
+    let error = node.prepare(&late).expect_err("nothing answers");
+    assert!(error.contains("no answer within 10s"), "{error}");
+    assert!(
+        begin.elapsed() < Duration::from_secs(30),
+        "the kubelet has given up"
+    );
+    // The kubelet ends a claim while the driver waits for the API server for another one.
+    let (asked, ended) = thread::scope(|scope| {
+        let asked = scope.spawn(|| {
+            let begin = Instant::now();
+            let runtime = runtime();
+            let mut kubelet = node.kubelet_on(&runtime);
+            let request = NodePrepareResourcesRequest {
+                claims: vec![late.clone()],
+            };
+            let answer = runtime.block_on(kubelet.node_prepare_resources(request));
+            answer.expect("an answer");
+            begin.elapsed()
+        });
+        thread::sleep(Duration::from_secs(1));
+        let begin = Instant::now();
+        assert_eq!(node.end(&second.1), "");
+        let ended = begin.elapsed();
+        (asked.join().expect("no panic"), ended)
+    });
+    assert!(
+        ended * 2 < asked,
+        "{ended:?}, and {asked:?} for the other one"
+    );
+    assert!(node.guest("second").is_none());
+    compute(&mut guest);
+
+    node.api.set_answers(Answers::Right);
+    node.prepare(&late).expect("it is prepared");
+    assert_eq!(node.end(&late), "");
+    assert_eq!(node.end(&first.1), "");
+    node.wait_until_empty();
+}
+
+/// A claim without a template keeps its id when the scheduler gives it other parts of devices.
+#[test]
+fn a_claim_that_is_allocated_anew_is_another_guest() {
+    let mut node = Node::new("dra-anew", true);
+    let claim = node.allocate("llama", "a-1", &json!({"memory": "4Mi"}));
+    let prepared = node.prepare(&claim).expect("it is prepared");
+    let guest = node.program(&prepared);
+    node.allocate("llama", "a-1", &json!({"memory": "8Mi"}));
+    let anew = node.prepare(&claim).expect("it is prepared");
+    assert_eq!(guest.ended(), REMOVED);
+    assert_eq!(node.guest("llama").expect("a guest").quota, Some(8 * MIB));
+    let guest = node.program(&anew);
+
+    // Without the kubelet, the driver finds out by itself.
+    node.allocate("llama", "a-1", &json!({"memory": "2Mi"}));
+    node.stop_driver();
+    node.start_driver();
+    node.wait_until_empty();
+    assert_eq!(guest.ended(), REMOVED);
+}
+
+/// One file that cannot be read stops nothing else, and the guest of its claim stays.
+#[test]
+fn a_file_that_cannot_be_read_stops_no_other_claim() {
+    let node = Node::new("dra-unreadable", true);
+    let claim = node.allocate("llama", "a-1", &json!({"memory": "4Mi"}));
+    let prepared = node.prepare(&claim).expect("it is prepared");
+    let mut guest = node.program(&prepared);
+    fs::write(node.at("pods/a-1.json"), "no claim").expect("a file");
+    let other = node.allocate("other", "b-1", &json!({"memory": "4Mi"}));
+    let devices = node.prepare(&other).expect("it is prepared");
+    compute(&mut node.program(&devices));
+    compute(&mut guest);
+    // Asked again, the driver writes the file again.
+    assert_eq!(node.prepare(&claim).expect("it is prepared"), prepared);
+    compute(&mut guest);
+    let text = fs::read_to_string(node.at("pods/a-1.json")).expect("a file");
+    assert!(text.contains("a-1"), "{text}");
+    for claim in [claim, other] {
+        assert_eq!(node.end(&claim), "");
+    }
+    node.wait_until_empty();
+}
+
+/// The guests of a device plugin that runs beside the driver stay, as in the time between them.
+#[test]
+fn guests_of_a_device_plugin_stay() {
+    let node = Node::new("dra-beside", true);
+    fs::create_dir(node.at("pods/seat-3")).expect("a folder");
+    let guest = AddedGuest {
+        name: "default.pod.llama".into(),
+        socket: node.at("pods/seat-3/vgpu.sock"),
+        mode: 0o666,
+        memory: None,
+        weight: 1,
+        devices: Vec::new(),
+    };
+    let request = GuestRequest::Add(guest.clone());
+    let added = control::guests(&node.at("control.sock"), &request, TIMEOUT);
+    added.expect("an answer");
+    let claim = node.allocate("llama", "a-1", &json!({"memory": "4Mi"}));
+    node.prepare(&claim).expect("it is prepared");
+    thread::sleep(Duration::from_millis(300));
+    assert!(node.list().guests.contains(&guest));
+    assert_eq!(node.end(&claim), "");
+}
+
+/// Memory that an operator gives a guest is none for further claims.
+#[test]
+fn memory_that_an_operator_gives_a_claim_is_none_of_the_device() {
+    let node = Node::new("dra-raised", true);
+    let claim = node.allocate("llama", "a-1", &json!({"memory": "4Mi"}));
+    node.prepare(&claim).expect("it is prepared");
+    let change = GuestChange {
+        guest: "default.llama".into(),
+        memory: Some(Quota::Bytes(20 * MIB)),
+        weight: None,
+    };
+    let outcome = control::perform(&node.at("control.sock"), &OperatorRequest::Set(change));
+    assert!(outcome.expect("an answer").ok);
+    wait_for("a smaller device", || {
+        node.devices()[0]["capacity"]["memory"]["value"] == "48Mi"
+    });
 }

@@ -61,6 +61,8 @@ pub enum OptionsError {
     Slice(u64),
     #[error("{}: the path has to be absolute", .0.display())]
     RelativePath(PathBuf),
+    #[error("{0}: expected https://HOST:PORT, or http://127.0.0.1:PORT: the token is secret")]
+    ApiServer(String),
     #[error("the name {0:?} of the node: expected letters, digits, `.` and `-`")]
     Node(String),
 }
@@ -86,6 +88,11 @@ impl Options {
             let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b"-.".contains(&b);
             if claims.node.is_empty() || !claims.node.bytes().all(is_allowed) {
                 return Err(OptionsError::Node(claims.node.clone()));
+            }
+            let plain = claims.server.strip_prefix("http://");
+            let is_loopback = plain.is_some_and(|host| host.starts_with("127.0.0.1:"));
+            if !is_loopback && !claims.server.starts_with("https://") {
+                return Err(OptionsError::ApiServer(claims.server.clone()));
             }
             if !claims.cdi.is_absolute() {
                 return Err(OptionsError::RelativePath(claims.cdi.clone()));
@@ -172,6 +179,21 @@ mod tests {
         };
         assert_eq!(claims("node-1.example", "/run/cdi"), Ok(()));
         assert_eq!(claims("node", "cdi"), relative("cdi"));
+        for server in [
+            "http://10.96.0.1",
+            "http://127.0.0.1.example.org",
+            "10.96.0.1",
+        ] {
+            let refused = with(&|o| {
+                o.claims = Some(ClaimOptions {
+                    node: "node".into(),
+                    cdi: "/run/cdi".into(),
+                    server: server.into(),
+                    account: "account".into(),
+                });
+            });
+            assert_eq!(refused, Err(OptionsError::ApiServer(server.into())));
+        }
         for node in ["", "a/b", "a?"] {
             assert_eq!(
                 claims(node, "/run/cdi"),

@@ -17,9 +17,4 @@ impl Problem {
         }
         self.0 = now;
     }
-
-    /// Whether nothing is wrong.
-    pub(crate) fn is_none(&self) -> bool {
-        self.0.is_none()
-    }
 }

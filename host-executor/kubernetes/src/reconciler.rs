@@ -168,7 +168,13 @@ impl Reconciler {
         wanted: &[Assignment],
     ) -> Result<(), ReconcileError> {
         let is_wanted = |socket: &Path| wanted.iter().any(|one| one.guest.socket == socket);
-        let own = { known.iter() }.filter(|guest| guest.socket.starts_with(&self.options.sockets));
+        // Beside a driver for claims, which has guests in this folder, too.
+        let is_own = |guest: &&AddedGuest| {
+            let folder = guest.socket.strip_prefix(&self.options.sockets).ok();
+            let folder = folder.and_then(|path| path.parent()?.to_str());
+            folder.is_some_and(is_seat)
+        };
+        let own = known.iter().filter(is_own);
         let gone: Vec<_> = own.filter(|guest| !is_wanted(&guest.socket)).collect();
         let names: Vec<_> = gone.iter().map(|guest| &guest.name).collect();
         self.gone.retain(|name, _| names.contains(&name));

@@ -23,7 +23,18 @@ struct State {
     refused: Vec<String>,
     /// Requests that write.
     writes: u64,
-    is_silent: bool,
+    answers: Answers,
+}
+
+/// How requests are answered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Answers {
+    /// As by an API server.
+    Right,
+    /// Not at all: connections stay open.
+    Never,
+    /// As by a server that knows none of these paths.
+    UnknownPath,
 }
 
 #[derive(Clone)]
@@ -43,7 +54,7 @@ impl ApiServer {
                 is_consumable,
                 refused: Vec::new(),
                 writes: 0,
-                is_silent: false,
+                answers: Answers::Right,
             })),
         };
         let own = server.clone();
@@ -88,21 +99,24 @@ impl ApiServer {
         self.state().writes
     }
 
-    /// Whether connections are closed without an answer.
-    pub(crate) fn set_silent(&self, is_silent: bool) {
-        self.state().is_silent = is_silent;
+    /// How requests are answered from now on.
+    pub(crate) fn set_answers(&self, answers: Answers) {
+        self.state().answers = answers;
     }
 
     fn serve(&self, stream: TcpStream) {
         let mut stream = BufReader::new(stream);
         while let Some((method, path, token, body)) = read_request(&mut stream) {
             let mut state = self.state();
-            if state.is_silent {
-                return;
-            }
-            let (status, answer) = match token == format!("Bearer {TOKEN}") {
-                true => state.answer(&method, &path, &body),
-                false => (401, refusal(401, "Unauthorized")),
+            let (status, answer) = match (state.answers, token == format!("Bearer {TOKEN}")) {
+                (Answers::Never, _) => {
+                    drop(state);
+                    let _ = stream.read_line(&mut String::new()); // until the client ends it
+                    return;
+                }
+                (Answers::UnknownPath, _) => (404, json!("404 page not found")),
+                (Answers::Right, true) => state.answer(&method, &path, &body),
+                (Answers::Right, false) => (401, refusal(401, "Unauthorized")),
             };
             if status >= 400 && status != 404 {
                 let text = format!("{method} {path}: {status} {}", answer["message"]);
@@ -151,12 +165,20 @@ fn refusal(status: u16, message: &str) -> Value {
     json!({"kind": "Status", "status": "Failure", "message": message, "code": status})
 }
 
+fn absent(path: &str) -> Value {
+    let name = path.rsplit('/').next().unwrap_or_default();
+    let mut refusal = refusal(404, "not found");
+    refusal["reason"] = json!("NotFound");
+    refusal["details"] = json!({"name": name});
+    refusal
+}
+
 impl State {
     fn answer(&mut self, method: &str, path: &str, body: &[u8]) -> (u16, Value) {
         let there = self.objects.get(path).cloned();
         match (method, there) {
             ("GET", Some(object)) => (200, object),
-            ("GET" | "PUT", None) => (404, refusal(404, "not found")),
+            ("GET" | "PUT", None) => (404, absent(path)),
             ("POST" | "PUT", there) => {
                 let Ok(object) = serde_json::from_slice::<Value>(body) else {
                     return (400, refusal(400, "the body is no JSON"));
@@ -173,7 +195,7 @@ impl State {
         let own = format!("{SLICES}/{name}");
         let is_new = there.is_none();
         if path != if is_new { SLICES } else { &own } {
-            return (404, refusal(404, "the account may write slices only"));
+            return (403, refusal(403, "the account may write slices only"));
         }
         if is_new && self.objects.contains_key(&own) {
             return (409, refusal(409, "it exists"));
@@ -250,11 +272,9 @@ fn fault(slice: &Value) -> Option<String> {
             let range = &policy["validRange"];
             let is_valid = match (range.is_null(), policy["validValues"].as_array()) {
                 (true, Some(values)) => values.iter().any(|one| number(one) == Some(default)),
-                (false, None) => {
-                    let (min, step) = (number(&range["min"]), number(&range["step"]));
-                    min.zip(step).is_some_and(|(min, step)| {
-                        default >= min && (default - min) % step == 0 && min + step <= value
-                    })
+                // With a step, the scheduler of Kubernetes 1.34 computes in numbers that wrap around.
+                (false, None) if range["step"].is_null() => {
+                    number(&range["min"]).is_some_and(|min| min <= default && min <= value)
                 }
                 _ => false,
             };

@@ -41,6 +41,10 @@ pub(crate) enum AllocationError {
         device: String,
         count: usize,
     },
+    #[error("claim {0} asks for administrative access, which {DRIVER} does not give")]
+    AdminAccess(String),
+    #[error("claim {0} has parameters (`config`) for {DRIVER}, which takes none")]
+    Config(String),
     #[error("claim {claim}: {capacity} is {value:?}, which is no number above 0")]
     Quantity {
         claim: String,
@@ -98,13 +102,18 @@ pub(crate) fn is_uid(text: &str) -> bool {
     (1..=MAX_UID).contains(&text.len()) && text.bytes().all(is_allowed)
 }
 
-/// A device of a claim.
+/// A part of a device that a claim has, as the scheduler has written it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AllocatedDevice {
-    /// The request of the claim that the device is for.
+    /// The request of the claim that the part is for.
     pub(crate) request: String,
     /// The name of the device in its slice.
     pub(crate) device: String,
+    /// The id of the part among those of the device, where claims share it.
+    pub(crate) share: Option<String>,
+    /// Bytes, and thousandths of the time. `None`: the claim has the device to itself.
+    pub(crate) memory: Option<u64>,
+    pub(crate) compute: Option<u64>,
 }
 
 /// A claim that pods of this node use.
@@ -124,11 +133,55 @@ fn results<'a>(object: &'a Value, node: &str) -> Vec<&'a Value> {
         .collect()
 }
 
-/// Whether `object`, what the API server has of a claim, is that claim, with a device on `node`.
-pub(crate) fn is_allocated(object: Option<&Value>, claim: &ClaimId, node: &str) -> bool {
-    object.is_some_and(|object| {
-        object["metadata"]["uid"] == claim.uid.as_str() && !results(object, node).is_empty()
-    })
+/// The parts of devices on `node` that a claim has. `object`: what the API server has of the claim.
+/// None: there is no such claim, or it has no device here.
+///
+/// # Errors
+/// [`AllocationError`] for a claim that is this one and that the driver cannot serve.
+pub(crate) fn parts(
+    claim: &ClaimId,
+    object: Option<&Value>,
+    node: &str,
+) -> Result<Vec<AllocatedDevice>, AllocationError> {
+    let Some(object) = object.filter(|object| object["metadata"]["uid"] == claim.uid.as_str())
+    else {
+        return Ok(Vec::new());
+    };
+    let part = |result: &Value| {
+        // Without the feature `DRAConsumableCapacity` a claim has a device to itself.
+        let consumed = |capacity: &'static str| {
+            let Some(value) = result["consumedCapacity"].get(capacity) else {
+                return Ok(None);
+            };
+            let value = value.as_str().unwrap_or_default();
+            let number = quantity::parse(value).filter(|&number| number > 0);
+            number.map(Some).ok_or_else(|| AllocationError::Quantity {
+                claim: claim.to_string(),
+                capacity,
+                value: value.into(),
+            })
+        };
+        if result["adminAccess"] == true {
+            return Err(AllocationError::AdminAccess(claim.to_string()));
+        }
+        let text = |field: &str| result[field].as_str().unwrap_or_default();
+        Ok(AllocatedDevice {
+            // Of a request with alternatives: the kubelet knows the request alone.
+            request: text("request").split('/').next().unwrap_or_default().into(),
+            device: text("device").into(),
+            share: result["shareID"].as_str().map(str::to_owned),
+            memory: consumed(MEMORY)?,
+            compute: consumed(COMPUTE)?,
+        })
+    };
+    let parts = results(object, node).into_iter().map(part);
+    let parts = parts.collect::<Result<Vec<_>, _>>()?;
+    let config = object["status"]["allocation"]["devices"]["config"].as_array();
+    let mut config = config.into_iter().flatten();
+    if !parts.is_empty() && config.any(|one| one["opaque"]["driver"] == DRIVER) {
+        return Err(AllocationError::Config(claim.to_string()));
+    }
+    Ok(parts)
 }
 
 /// The guest of a claim. `object`: what the API server has of the claim.
@@ -143,8 +196,8 @@ pub(crate) fn allocation(
     options: &Options,
 ) -> Result<Allocation, AllocationError> {
     let text = || claim.to_string();
-    let object = object.ok_or_else(|| AllocationError::NoClaim(text()))?;
-    let found = object["metadata"]["uid"].as_str().unwrap_or_default();
+    let found = object.ok_or_else(|| AllocationError::NoClaim(text()))?;
+    let found = found["metadata"]["uid"].as_str().unwrap_or_default();
     if found != claim.uid {
         return Err(AllocationError::OtherClaim {
             claim: text(),
@@ -152,50 +205,33 @@ pub(crate) fn allocation(
             found: found.into(),
         });
     }
-    let mut memory = BTreeMap::<usize, u64>::new();
-    let (mut compute, mut devices) = (0, Vec::new());
-    for result in results(object, node) {
-        let device = result["device"].as_str().unwrap_or_default();
-        let index = device_index(device).filter(|&index| index < executor.devices.len());
+    let devices = parts(claim, object, node)?;
+    // Bytes and thousandths by the position of a device: all parts of the claim together.
+    let mut sums = BTreeMap::<usize, (u64, u64)>::new();
+    for part in &devices {
+        let index = device_index(&part.device).filter(|&at| at < executor.devices.len());
         let index = index.ok_or_else(|| AllocationError::UnknownDevice {
             claim: text(),
-            device: device.into(),
+            device: part.device.clone(),
             count: executor.devices.len(),
         })?;
-        let consumed = |capacity: &'static str| {
-            // Without the feature `DRAConsumableCapacity` a claim has a device to itself.
-            let Some(value) = result["consumedCapacity"].get(capacity) else {
-                return Ok(None);
-            };
-            let value = value.as_str().unwrap_or_default();
-            let number = quantity::parse(value).filter(|&number| number > 0);
-            number.map(Some).ok_or_else(|| AllocationError::Quantity {
-                claim: text(),
-                capacity,
-                value: value.into(),
-            })
-        };
         let capacity = &executor.devices[index];
         let whole = capacity.memory.saturating_sub(capacity.raised);
-        let bytes = consumed(MEMORY)?.unwrap_or(whole);
-        let sum = memory.entry(index).or_default();
-        *sum = sum.saturating_add(bytes);
-        compute = compute.max(consumed(COMPUTE)?.unwrap_or(u64::from(DEFAULT_COMPUTE)));
-        devices.push(AllocatedDevice {
-            request: result["request"].as_str().unwrap_or_default().into(),
-            device: device.into(),
-        });
+        let (memory, compute) = sums.entry(index).or_default();
+        *memory = memory.saturating_add(part.memory.unwrap_or(whole));
+        *compute = compute.saturating_add(part.compute.unwrap_or(u64::from(DEFAULT_COMPUTE)));
     }
-    if devices.is_empty() {
+    // A guest has one weight on all its devices: no more than it has of any.
+    let Some(compute) = sums.values().map(|&(_, compute)| compute).min() else {
         return Err(AllocationError::NoDevice {
             claim: text(),
             node: node.into(),
         });
-    }
+    };
     // The only device of an executor needs no list.
     let is_only = executor.devices.len() == 1;
-    let only = memory.get(&0).copied().filter(|_| is_only);
-    let quotas = { memory.into_iter() }.map(|(device, memory)| DeviceQuota { device, memory });
+    let only = sums.get(&0).map(|&(memory, _)| memory).filter(|_| is_only);
+    let quotas = { sums.into_iter() }.map(|(device, (memory, _))| DeviceQuota { device, memory });
     let names = [claim.namespace.as_str(), claim.name.as_str()];
     let short = &claim.uid[..claim.uid.len().min(SHORT_UID)];
     let weight = u32::try_from(compute).unwrap_or(u32::MAX);
@@ -292,8 +328,20 @@ mod tests {
         let quotas = [(0, 1 << 30), (1, 9 << 30)];
         let quotas = quotas.map(|(device, memory)| DeviceQuota { device, memory });
         assert_eq!(two.guest.devices, quotas);
-        assert_eq!((two.guest.memory, two.guest.weight), (None, 300));
+        // 310 thousandths of the one, and 10 of the other.
+        assert_eq!((two.guest.memory, two.guest.weight), (None, 10));
         assert_eq!(two.devices.len(), 3);
+        let same = object(&json!([
+            result("vgpu-0", &consumed),
+            result("vgpu-0", &consumed)
+        ]));
+        assert_eq!(of(&same, 2).unwrap().guest.weight, 600);
+
+        // A request with alternatives, of which the scheduler has taken one.
+        let mut alternative = result("vgpu-0", &consumed);
+        alternative["request"] = json!("gpu/large");
+        let alternative = of(&object(&json!([alternative])), 1).unwrap();
+        assert_eq!(alternative.devices[0].request, "gpu");
 
         // A claim that has the device to itself.
         let results = json!([{
@@ -317,7 +365,7 @@ mod tests {
         );
         other["metadata"]["uid"] = json!("9f2c-2");
         assert!(text(&other).contains("it is another claim of this name"));
-        assert!(!is_allocated(Some(&other), &claim(), "node"));
+        assert_eq!(parts(&claim(), Some(&other), "node"), Ok(Vec::new()));
         for device in ["vgpu-1", "gpu", ""] {
             let error = text(&object(&json!([result(device, &json!({}))])));
             assert!(error.contains("the executor has no device"), "{error}");
@@ -328,9 +376,20 @@ mod tests {
             assert!(error.contains("memory is"), "{error}");
         }
         let allocated = object(&json!([result("vgpu-0", &json!({}))]));
-        assert!(is_allocated(Some(&allocated), &claim(), "node"));
-        assert!(!is_allocated(Some(&allocated), &claim(), "other"));
-        assert!(!is_allocated(None, &claim(), "node"));
+        let count = |object, node| parts(&claim(), object, node).unwrap().len();
+        assert_eq!(count(Some(&allocated), "node"), 1);
+        assert_eq!(count(Some(&allocated), "other"), 0);
+        assert_eq!(count(None, "node"), 0);
+
+        let mut admin = result("vgpu-0", &json!({}));
+        admin["adminAccess"] = json!(true);
+        let error = text(&object(&json!([admin])));
+        assert!(error.contains("administrative access"), "{error}");
+        let mut config = allocated.clone();
+        let own = json!([{"opaque": {"driver": "vgpu.dev", "parameters": {}}}]);
+        config["status"]["allocation"]["devices"]["config"] = own;
+        let error = text(&config);
+        assert!(error.contains("has parameters"), "{error}");
     }
 
     #[test]

@@ -25,7 +25,7 @@ use tokio_rustls::TlsConnector;
 use crate::options::ClaimOptions;
 
 /// How long the API server may take to answer. The kubelet waits for 45 s for a claim.
-const TIMEOUT: Duration = Duration::from_secs(15);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The most bytes of an answer: those of the largest object that an API server keeps, and more.
 const MAX_ANSWER: usize = 8 << 20;
@@ -46,6 +46,8 @@ pub(crate) enum ApiError {
         call: String,
         status: u16,
         message: String,
+        /// The name of the object that is not there, if the API server says so.
+        absent: Option<String>,
     },
 }
 
@@ -78,13 +80,16 @@ impl ApiServer {
         ApiServer { options }
     }
 
-    /// The object at `path`. `None`: there is none.
+    /// The object at `path`, whose last part is its name. `None`: the API server says that there is
+    /// none. Another answer with the status 404, such as of an API server without objects of this
+    /// kind, says nothing of the object.
     ///
     /// # Errors
     /// [`ApiError`].
     pub(crate) async fn get(&self, path: &str) -> Result<Option<Value>, ApiError> {
+        let name = path.rsplit('/').next().unwrap_or_default();
         match self.call(Method::GET, path, None).await {
-            Err(ApiError::Refused { status: 404, .. }) => Ok(None),
+            Err(ApiError::Refused { absent, .. }) if absent.as_deref() == Some(name) => Ok(None),
             answer => answer.map(Some),
         }
     }
@@ -134,6 +139,7 @@ impl ApiServer {
                 call: text,
                 status,
                 message: message_of(&body),
+                absent: absent_of(&body),
             });
         }
         serde_json::from_slice(&body).map_err(|error| failed(CallError::Json(error)))
@@ -194,11 +200,10 @@ impl ApiServer {
         let certificates = CertificateDer::pem_file_iter(&path);
         let certificates = certificates.map_err(|error| failed(error.to_string()))?;
         let mut roots = RootCertStore::empty();
-        for certificate in certificates {
-            let certificate = certificate.map_err(|error| failed(error.to_string()))?;
-            let added = roots.add(certificate);
-            added.map_err(|error| failed(error.to_string()))?;
-        }
+        let certificates = certificates.collect::<Result<Vec<_>, _>>();
+        let certificates = certificates.map_err(|error| failed(error.to_string()))?;
+        // One that this library does not read keeps nobody from the others.
+        roots.add_parsable_certificates(certificates);
         if roots.is_empty() {
             return Err(failed("no certificate".into()));
         }
@@ -225,6 +230,14 @@ fn read(path: &Path) -> Result<Vec<u8>, ApiError> {
         path: path.into(),
         error,
     })
+}
+
+/// The name of the object that is not there, by an object `Status`.
+fn absent_of(body: &[u8]) -> Option<String> {
+    let object: Value = serde_json::from_slice(body).ok()?;
+    let is_status = object["kind"] == "Status" && object["reason"] == "NotFound";
+    let name = object["details"]["name"].as_str().filter(|_| is_status);
+    name.map(str::to_owned)
 }
 
 /// What a refusal says: the message of an object `Status`, or the beginning of other text.

@@ -13,8 +13,8 @@
 //! - `run`: the loop.
 //!
 //! A file for each claim is beside the sockets, so that a restart of this process or of the
-//! executor loses nothing. The kubelet asks again for the claims of its pods when it starts, and
-//! after the node has started.
+//! executor loses nothing. The kubelet asks for a claim when it makes the sandbox of a pod, and so
+//! again after the node has started, but not for pods that run when the kubelet starts.
 
 mod allocation;
 mod api_server;

@@ -47,8 +47,9 @@ pub(crate) fn devices(executor: &GuestList, options: &Options) -> Vec<Value> {
     let devices = devices.filter_map(|(index, device)| {
         let memory = device.memory.saturating_sub(device.raised) / SLICE_UNIT;
         let default = (options.slice / SLICE_UNIT).min(memory);
-        // The API server takes no range that is not below the whole.
-        (memory >= 2).then(|| {
+        // With a step in a range, the scheduler computes in numbers of 64 bits that wrap around, and
+        // counts huge requests as negative ones.
+        (memory > 0).then(|| {
             let address = device.address.as_deref();
             let node = address.and_then(|address| numa::node_of(&options.sysfs, address));
             let mut attributes = json!({"index": {"int": index}});
@@ -67,14 +68,14 @@ pub(crate) fn devices(executor: &GuestList, options: &Options) -> Vec<Value> {
                         "value": format!("{memory}Mi"),
                         "requestPolicy": {
                             "default": format!("{default}Mi"),
-                            "validRange": {"min": "1Mi", "step": "1Mi"},
+                            "validRange": {"min": "1Mi"},
                         },
                     },
                     COMPUTE: {
                         "value": Policy::MAX_WEIGHT.to_string(),
                         "requestPolicy": {
                             "default": DEFAULT_COMPUTE.to_string(),
-                            "validRange": {"min": "1", "step": "1"},
+                            "validRange": {"min": "1"},
                         },
                     },
                     CLAIMS: {
@@ -138,8 +139,8 @@ mod tests {
     #[test]
     fn a_device_has_memory_time_and_a_number_of_claims() {
         let options = Options::for_tests();
-        let known = devices(&executor(&[(8 << 30, 3 << 30), (1 << 20, 0)]), &options);
-        // A device whose memory cannot be divided is none. What an operator has given away is not
+        let known = devices(&executor(&[(8 << 30, 3 << 30), (1 << 19, 0)]), &options);
+        // A device without memory is none. What an operator has given away is not
         // there for claims.
         assert_eq!(known.len(), 1);
         let device = &known[0];
@@ -150,6 +151,13 @@ mod tests {
         assert_eq!(device["capacity"]["compute"]["value"], "1000");
         assert_eq!(device["capacity"]["claims"]["value"], "16");
         assert!(device["attributes"].get("pciAddress").is_none());
+        for capacity in ["memory", "compute"] {
+            let range = &device["capacity"][capacity]["requestPolicy"]["validRange"];
+            assert!(
+                range.get("min").is_some() && range.get("step").is_none(),
+                "{range}"
+            );
+        }
 
         let small = devices(&executor(&[(512 << 20, 0)]), &options);
         let policy = &small[0]["capacity"]["memory"]["requestPolicy"];

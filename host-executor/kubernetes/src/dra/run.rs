@@ -5,11 +5,11 @@ use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
-use tokio::sync::{Mutex, Notify};
-use tokio::time::MissedTickBehavior;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, MissedTickBehavior};
 use tracing::{info, warn};
 
 use super::DRIVER;
@@ -26,7 +26,7 @@ use crate::socket::Socket;
 
 /// How often the API server is asked for the slice of this node: a kubelet removes it when it
 /// starts, and when the driver was gone for long.
-const CHECK_INTERVAL: Duration = Duration::from_secs(30);
+const SLICE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// How long after a kubelet has registered the driver the slice is looked at each time.
 const AFTER_REGISTRATION: Duration = Duration::from_secs(30);
@@ -34,8 +34,12 @@ const AFTER_REGISTRATION: Duration = Duration::from_secs(30);
 /// How often the API server is asked for the claims that pods of this node use.
 const CLAIMS_INTERVAL: Duration = Duration::from_secs(60);
 
-/// What the API server is asked once is waited for so long, if it fails.
+/// How long nothing is written after the API server has not answered or has refused.
 const PAUSE: Duration = Duration::from_secs(5);
+
+/// The looks at a silent executor until its devices are withdrawn: the scheduler would take each
+/// slow answer for the end of the devices.
+const MAX_SILENT_LOOKS: u32 = 3;
 
 /// Serves the kubelet until `stop` is complete. Containers keep their guests.
 ///
@@ -48,57 +52,50 @@ pub(crate) async fn run(
 ) -> Result<(), GuestsError> {
     let api = Arc::new(ApiServer::new(Arc::clone(&claims)));
     let known = Claims::new(Arc::clone(&options), Arc::clone(&claims), Arc::clone(&api))?;
-    let mut driver = Driver {
+    let known = Arc::new(known);
+    let devices = watch::Sender::new(None);
+    let registered = Arc::new(Notify::new());
+    let publisher = Publisher {
+        node: claims.node.clone(),
+        interval: options.interval,
+        claims: Arc::clone(&known),
+        api,
+        published: None,
+        slice: Problem::default(),
+        ended: Problem::default(),
+    };
+    // Each waits for others: the one for the executor, the other for the API server.
+    let publishes = publisher.run(devices.subscribe(), Arc::clone(&registered));
+    let driver = Driver {
         options,
         claim_options: claims,
-        claims: Arc::new(Mutex::new(known)),
-        api,
-        registered: Arc::new(Notify::new()),
+        claims: known,
+        devices,
+        registered,
         sockets: None,
-        published: None,
-        next_check: Instant::now(),
-        check_until: Instant::now(),
-        next_claims: Instant::now(),
+        silent_looks: 0,
         problems: Problems::default(),
     };
-    let mut ticks = tokio::time::interval(driver.options.interval);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    tokio::pin!(stop);
-    loop {
-        let step = async {
-            let registered = driver.registered.clone();
-            tokio::select! {
-                _ = ticks.tick() => {}
-                () = registered.notified() => driver.is_registered(),
-            }
-            driver.step().await;
-        };
-        tokio::select! {
-            () = &mut stop => return Ok(()),
-            () = step => {}
-        }
+    tokio::select! {
+        () = stop => {}
+        () = driver.run() => {}
+        () = publishes => {}
     }
+    Ok(())
 }
 
-/// What the API server has of this node.
-struct Published {
-    devices: Vec<Value>,
-    /// The version of the object that this driver has written.
-    version: String,
-}
-
+/// Looks at the executor and at the sockets.
 struct Driver {
     options: Arc<Options>,
     claim_options: Arc<ClaimOptions>,
-    claims: Arc<Mutex<Claims>>,
-    api: Arc<ApiServer>,
+    claims: Arc<Claims>,
+    /// The devices for new claims, once the executor has answered or has not.
+    devices: watch::Sender<Option<Vec<Value>>>,
     registered: Arc<Notify>,
     /// The sockets of the driver and of its registration.
     sockets: Option<[Socket; 2]>,
-    published: Option<Published>,
-    next_check: Instant,
-    check_until: Instant,
-    next_claims: Instant,
+    /// How often the executor has not answered since it has.
+    silent_looks: u32,
     problems: Problems,
 }
 
@@ -108,96 +105,44 @@ struct Problems {
     guests: Problem,
     executor: Problem,
     sockets: Problem,
-    slice: Problem,
-    claims: Problem,
 }
 
 impl Driver {
-    /// A kubelet that has registered the driver may have started, and removes the slice then.
-    fn is_registered(&mut self) {
-        self.check_until = Instant::now() + AFTER_REGISTRATION;
-        self.next_check = Instant::now();
+    async fn run(mut self) {
+        let mut ticks = tokio::time::interval(self.options.interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            self.step().await;
+        }
     }
 
-    /// Looks at the executor, the kubelet and the API server once.
+    /// Looks at the executor and the sockets once.
     async fn step(&mut self) {
-        let outcome = self.claims.lock().await.reconcile().await;
+        let outcome = self.claims.reconcile().await;
         let (devices, problem, unavailable) = match outcome {
-            Ok(found) => (
-                resource_slice::devices(&found.executor, &self.options),
-                found.problem,
-                found.executor.unavailable,
-            ),
-            Err(error) => (Vec::new(), Some(error), None),
+            Ok(found) => {
+                self.silent_looks = 0;
+                let devices = resource_slice::devices(&found.executor, &self.options);
+                (Some(devices), found.problem, found.executor.unavailable)
+            }
+            Err(error) => {
+                self.silent_looks += 1;
+                let is_gone = error.has_no_executor() || self.silent_looks >= MAX_SILENT_LOOKS;
+                (is_gone.then(Vec::new), Some(error), None)
+            }
         };
         let problem = problem.map(|error| error.to_string());
         self.problems.guests.set(problem);
         self.problems.executor.set(unavailable);
+        if devices.is_some() {
+            self.devices.send_if_modified(|known| {
+                let is_new = *known != devices;
+                *known = devices;
+                is_new
+            });
+        }
         self.serve();
-
-        let now = Instant::now();
-        let is_new = { self.published.as_ref() }.is_none_or(|known| known.devices != devices);
-        let is_due = now >= self.next_check || now < self.check_until;
-        if is_due || (is_new && self.problems.slice.is_none()) {
-            let outcome = self.publish(devices).await;
-            self.next_check = Instant::now()
-                + match outcome {
-                    Ok(()) => CHECK_INTERVAL,
-                    Err(_) => PAUSE,
-                };
-            let problem = outcome.err().map(|error| error.to_string());
-            self.problems.slice.set(problem);
-        }
-        if now >= self.next_claims {
-            let outcome = self.claims.lock().await.end_forgotten().await;
-            self.next_claims = Instant::now() + CLAIMS_INTERVAL;
-            let problem = outcome.err().map(|error| error.to_string());
-            self.problems.claims.set(problem);
-        }
-    }
-
-    /// Makes the API server's slice of this node the one with `devices`.
-    async fn publish(&mut self, devices: Vec<Value>) -> Result<(), ApiError> {
-        let name = &self.claim_options.node;
-        let path = format!("{}/{}", resource_slice::PATH, slice_name(name));
-        let there = self.api.get(&path).await?;
-        let version = |object: &Value| object["metadata"]["resourceVersion"].clone();
-        if let (Some(there), Some(known)) = (&there, &self.published)
-            && known.devices == devices
-            && version(there) == known.version.as_str()
-        {
-            return Ok(());
-        }
-        let node = self.api.get(&format!("/api/v1/nodes/{name}")).await?;
-        let uid = node
-            .as_ref()
-            .and_then(|node| node["metadata"]["uid"].as_str());
-        let uid = uid.unwrap_or_default();
-        let made = match there {
-            None => {
-                let object = slice(name, uid, 1, &devices);
-                self.api.create(resource_slice::PATH, object).await?
-            }
-            Some(there) => {
-                let generation = there["spec"]["pool"]["generation"].as_i64().unwrap_or(0);
-                let mut object = slice(name, uid, generation + 1, &devices);
-                // What others have written meanwhile is not lost: the API server refuses then.
-                object["metadata"]["resourceVersion"] = version(&there);
-                self.api.replace(&path, object).await?
-            }
-        };
-        info!(devices = devices.len(), "the API server knows the devices");
-        if !is_shareable(&made) {
-            warn!(
-                "the API server has no feature DRAConsumableCapacity: each claim gets a whole \
-                 device"
-            );
-        }
-        self.published = Some(Published {
-            devices,
-            version: version(&made).as_str().unwrap_or_default().into(),
-        });
-        Ok(())
     }
 
     /// Serves the kubelet at the sockets of the driver.
@@ -241,4 +186,122 @@ impl Driver {
         let registration = Socket::serve(&path, service).map_err(at(&path))?;
         Ok([driver, registration])
     }
+}
+
+/// What the API server has of this node.
+struct Published {
+    devices: Vec<Value>,
+    /// The version of the object that this driver has written.
+    version: String,
+}
+
+/// Tells the API server of the devices, and asks it for the claims.
+struct Publisher {
+    node: String,
+    /// How often the slice is looked at after a registration.
+    interval: Duration,
+    claims: Arc<Claims>,
+    api: Arc<ApiServer>,
+    published: Option<Published>,
+    slice: Problem,
+    ended: Problem,
+}
+
+impl Publisher {
+    async fn run(mut self, mut devices: watch::Receiver<Option<Vec<Value>>>, known: Arc<Notify>) {
+        let mut next_slice = Instant::now();
+        let mut next_claims = Instant::now();
+        let mut often_until = Instant::now();
+        loop {
+            let at = next_slice.min(next_claims);
+            tokio::select! {
+                changed = devices.changed() => match changed {
+                    Ok(()) => next_slice = Instant::now(),
+                    Err(_) => return, // the driver has ended
+                },
+                // A kubelet that has registered the driver may have started, and removes the slice.
+                () = known.notified() => {
+                    next_slice = Instant::now();
+                    often_until = next_slice + AFTER_REGISTRATION;
+                }
+                () = tokio::time::sleep_until(at) => {}
+            }
+            let now = Instant::now();
+            let wanted = devices.borrow_and_update().clone();
+            if let (Some(wanted), true) = (wanted, now >= next_slice) {
+                let outcome = self.publish(wanted).await;
+                let pause = match &outcome {
+                    Err(_) => PAUSE,
+                    Ok(()) if now < often_until => self.interval,
+                    Ok(()) => SLICE_INTERVAL,
+                };
+                next_slice = Instant::now() + pause;
+                self.slice.set(outcome.err().map(|error| error.to_string()));
+            } else if now >= next_slice {
+                // The executor has not been asked yet.
+                next_slice = now + self.interval;
+            }
+            if now >= next_claims {
+                let outcome = self.claims.end_forgotten().await;
+                next_claims = Instant::now() + CLAIMS_INTERVAL;
+                self.ended.set(outcome.err().map(|error| error.to_string()));
+            }
+        }
+    }
+
+    /// Makes the API server's slice of this node the one with `devices`.
+    async fn publish(&mut self, devices: Vec<Value>) -> Result<(), PublishError> {
+        let name = &self.node;
+        let path = format!("{}/{}", resource_slice::PATH, slice_name(name));
+        let there = self.api.get(&path).await?;
+        let version = |object: &Value| object["metadata"]["resourceVersion"].clone();
+        if let (Some(there), Some(known)) = (&there, &self.published)
+            && known.devices == devices
+            && version(there) == known.version.as_str()
+        {
+            return Ok(());
+        }
+        let node = self.api.get(&format!("/api/v1/nodes/{name}")).await?;
+        let uid = node
+            .as_ref()
+            .and_then(|node| node["metadata"]["uid"].as_str());
+        let uid = uid.ok_or_else(|| PublishError::NoNode(name.clone()))?;
+        let made = match there {
+            None => {
+                let object = slice(name, uid, 1, &devices);
+                self.api.create(resource_slice::PATH, object).await?
+            }
+            Some(there) => {
+                let generation = there["spec"]["pool"]["generation"].as_i64().unwrap_or(0);
+                let next = generation.checked_add(1).ok_or(PublishError::Generation)?;
+                let mut object = slice(name, uid, next, &devices);
+                // What others have written meanwhile is not lost: the API server refuses then.
+                object["metadata"]["resourceVersion"] = version(&there);
+                self.api.replace(&path, object).await?
+            }
+        };
+        info!(devices = devices.len(), "the API server knows the devices");
+        if !is_shareable(&made) {
+            warn!(
+                "the API server has no feature DRAConsumableCapacity: each claim gets a whole \
+                 device. Once the API server has the feature, start the driver again"
+            );
+        }
+        self.published = Some(Published {
+            devices,
+            version: version(&made).as_str().unwrap_or_default().into(),
+        });
+        Ok(())
+    }
+}
+
+/// Why the API server does not know the devices.
+#[derive(Debug, thiserror::Error)]
+enum PublishError {
+    #[error(transparent)]
+    Api(#[from] ApiError),
+    #[error("the cluster has no node {0:?}: check --node")]
+    NoNode(String),
+    #[error("the generation of the node's ResourceSlice is the largest number: delete the object")]
+    Generation,
 }

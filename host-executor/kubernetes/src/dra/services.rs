@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::sync::Arc;
 
-use tokio::sync::{Mutex, Notify};
+use tokio::sync::Notify;
 use tonic::{Request, Response, Status};
 use tracing::{error, info};
 
@@ -63,7 +63,7 @@ impl Registration for RegistrationService {
 #[derive(Clone)]
 pub(crate) struct DriverService {
     pub(crate) options: Arc<ClaimOptions>,
-    pub(crate) claims: Arc<Mutex<Claims>>,
+    pub(crate) claims: Arc<Claims>,
 }
 
 #[tonic::async_trait]
@@ -74,7 +74,7 @@ impl DraPlugin for DriverService {
     ) -> Result<Response<NodePrepareResourcesResponse>, Status> {
         let pool = self.options.node.as_str();
         let claims = each(request.into_inner().claims, async |claim| {
-            let prepared = self.claims.lock().await.prepare(&claim).await;
+            let prepared = self.claims.prepare(&claim).await;
             match prepared {
                 Ok(allocation) => NodePrepareResourceResponse {
                     devices: devices(&allocation, pool),
@@ -96,7 +96,7 @@ impl DraPlugin for DriverService {
         request: Request<NodeUnprepareResourcesRequest>,
     ) -> Result<Response<NodeUnprepareResourcesResponse>, Status> {
         let claims = each(request.into_inner().claims, async |claim| {
-            let ended = self.claims.lock().await.end(&claim.uid).await;
+            let ended = self.claims.end(&claim.uid).await;
             NodeUnprepareResourceResponse {
                 error: ended.map_or_else(|why| said(&claim, &why), |()| String::new()),
             }
