@@ -78,7 +78,7 @@ resolvConf: ""
 END
 # A kubelet that ends starts again, as its service would do.
 while true; do
-    kubelet --kubeconfig $config --config kubelet.yaml --feature-gates $features --hostname-override node \
+    kubelet --kubeconfig $config --config kubelet.yaml --hostname-override node \
         --node-ip 192.0.2.1 >> /var/log/kubelet 2>&1 || true
     sleep 1
 done &

@@ -24,7 +24,7 @@ const VALUES: [&str; 5] = ["cpu", "dra", "gpu", "service-monitor", OF_CHART];
 /// The values that the chart brings for nodes without a GPU.
 const OF_CHART: &str = "values-cpu";
 /// Values that the chart refuses, and what the error says.
-const REFUSED: [(&str, &str); 14] = [
+const REFUSED: [(&str, &str); 15] = [
     ("devicePlugin: {dra: \"yes\"}", "/devicePlugin/dra"),
     ("devicePlugin: {seats: many}", "/devicePlugin/seats"),
     ("devicePlugin: {slice: 1 GB}", "/devicePlugin/slice"),
@@ -54,6 +54,10 @@ const REFUSED: [(&str, &str); 14] = [
     ("podLabels: {app: x}", "podLabels cannot have app"),
     (
         "devicePlugin: {seats: 65}",
+        "devicePlugin.seats (65) is more than executor.maxGuests (64)",
+    ),
+    (
+        "devicePlugin: {dra: true, seats: 65}",
         "devicePlugin.seats (65) is more than executor.maxGuests (64)",
     ),
     (

@@ -296,7 +296,9 @@ fn by_claims(node: &Node, guide: &mut Guide) -> Result<()> {
     node.apply("second", &second)?;
     node.await_event("second", "cannot allocate all claims")?;
 
-    // The next kubelet asks for the claim again; the next driver has it.
+    foreign_slices_are_refused(node)?;
+
+    // The next kubelet has the driver again, and the next driver the claim.
     node.run("pkill --full '^/srv/kubernetes kubelet '")?;
     node.cluster.await_that(
         "[ \"$(kubectl logs --namespace kube-system daemonset/vgpu-dra-driver | \
@@ -318,6 +320,49 @@ fn by_claims(node: &Node, guide: &mut Guide) -> Result<()> {
     node.await_guest_of(&claim, false)?;
     node.expect_sockets(0)?;
     node.run("[ -z \"$(ls /var/run/cdi)\" ]").map(drop)
+}
+
+/// The account of a driver writes the slice of its own node, and no other one.
+fn foreign_slices_are_refused(node: &Node) -> Result<()> {
+    const ACCOUNT: &str = "Impersonate-User: system:serviceaccount:kube-system:vgpu-dra-driver";
+    const NODE: &str = "Impersonate-Extra-Authentication.kubernetes.io%2Fnode-name: node";
+    let create = |of: &str, headers: &[&str]| {
+        let slice = json!({
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceSlice",
+            "metadata": {"name": "another"},
+            "spec": {
+                "driver": "vgpu.dev",
+                "nodeName": of,
+                "pool": {"name": of, "generation": 1, "resourceSliceCount": 1},
+                "devices": [],
+            },
+        });
+        node.place("slice", &slice.to_string())?;
+        let headers: String = headers
+            .iter()
+            .map(|one| format!(" --header '{one}'"))
+            .collect();
+        node.run(&format!(
+            "curl --insecure --silent --show-error --max-time 20 --data @slice.yaml \
+             --header 'Authorization: Bearer token' --header 'Content-Type: application/json' \
+             {headers} 'https://127.0.0.1/apis/resource.k8s.io/v1/resourceslices?dryRun=All'"
+        ))
+    };
+    for (of, headers, is_made) in [
+        ("other", &[][..], true),
+        ("node", &[ACCOUNT, NODE], true),
+        ("other", &[ACCOUNT, NODE], false),
+        ("node", &[ACCOUNT], false),
+    ] {
+        let said = create(of, headers)?;
+        let expected = match is_made {
+            true => "\"kind\": \"ResourceSlice\"",
+            false => "a driver writes the slice of its own node only",
+        };
+        ensure!(said.contains(expected), "{of}, {headers:?}: {said}");
+    }
+    Ok(())
 }
 
 /// The executor's name of the container of `pod.yaml` in a pod.
