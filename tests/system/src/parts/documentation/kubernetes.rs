@@ -270,13 +270,10 @@ fn by_helm(tests: &TestRun<'_>, node: &Node, guide: &mut Guide, tag: &str) -> Re
 fn by_claims(node: &Node, guide: &mut Guide) -> Result<()> {
     node.run("helm uninstall vgpu-cpu --namespace kube-system")?;
     node.run("kubectl label node node vgpu-")?;
-    node.run(&guide.take_with("kubectl label node", &[("NAME", "node")])?)?;
+    // The pod waits for the devices of the node.
+    node.run(&guide.take_with("kubectl get resourceslices", &[("NAME", "node")])?)?;
     node.await_rollouts([EXECUTOR, DRIVER])?;
-    node.cluster.await_that(
-        "kubectl get resourceslices --output yaml | grep 'allowMultipleAllocations: true'",
-    )?;
-    node.run(&guide.take("kubectl get resourceslices")?)?;
-    node.run(&guide.take("kubectl apply -f pod-claim.yaml")?)?;
+    node.run("kubectl get resourceslices --output yaml | grep 'allowMultipleAllocations: true'")?;
     let claim = node.claim_of("llama-server")?;
     node.expect_text_of(&claim, "with a claim")?;
     let status = node.status()?;
