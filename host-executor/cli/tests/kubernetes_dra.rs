@@ -17,6 +17,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use served::{Scratch, Serve, vgpu};
 use tokio::runtime::Runtime;
+use tonic::codegen::http::Uri;
 use tonic::transport::{Channel, Endpoint};
 use vgpu_executor::added_guests::{AddedGuest, GuestList, GuestRequest};
 use vgpu_executor::status::{GuestStatus, Status};
@@ -151,8 +152,14 @@ impl Node {
 
     /// As [`kubelet`](Node::kubelet), for another thread.
     fn kubelet_on(&self, runtime: &Runtime) -> DraPluginClient<Channel> {
-        let path = self.at(&format!("kubelet/plugins_registry/{DRIVER}-reg.sock"));
-        let mut registration = RegistrationClient::new(channel(runtime, &path));
+        let folder = self.at("kubelet/plugins_registry");
+        let registry = || fs::read_dir(&folder).expect("the folder").flatten();
+        wait_for("a socket of the driver", || registry().count() == 1);
+        let socket = registry().next().expect("a socket").path();
+        // As gRPC for Go has it, with which the kubelet connects there.
+        let authority = socket.display().to_string().replace('/', "%2F");
+        let origin = format!("http://{authority}").parse().expect("an authority");
+        let mut registration = RegistrationClient::new(channel(runtime, &socket, origin));
         let info = runtime.block_on(registration.get_info(InfoRequest {}));
         let info = info.expect("an answer").into_inner();
         assert_eq!(
@@ -166,7 +173,8 @@ impl Node {
         };
         let told = registration.notify_registration_status(status);
         runtime.block_on(told).expect("an answer");
-        DraPluginClient::new(channel(runtime, Path::new(&info.endpoint)))
+        let origin = Uri::from_static("http://localhost");
+        DraPluginClient::new(channel(runtime, Path::new(&info.endpoint), origin))
     }
 
     /// A claim that the scheduler has given a part of the device.
@@ -272,9 +280,9 @@ fn runtime() -> Runtime {
     runtime.expect("a runtime")
 }
 
-fn channel(runtime: &Runtime, path: &Path) -> Channel {
+fn channel(runtime: &Runtime, path: &Path, origin: Uri) -> Channel {
     let endpoint = Endpoint::from_shared(format!("unix:{}", path.display()));
-    let endpoint = endpoint.expect("a path");
+    let endpoint = endpoint.expect("a path").origin(origin);
     let start = Instant::now();
     loop {
         match runtime.block_on(endpoint.connect()) {

@@ -177,8 +177,10 @@ impl Driver {
             claims: Arc::clone(&self.claims),
         });
         let driver = Socket::serve(&endpoint, service).map_err(at(&endpoint))?;
-        // Last: the kubelet, which watches this folder, connects to the other socket.
-        let path = kubelet.join(format!("plugins_registry/{DRIVER}-reg.sock"));
+        // Last: the kubelet, which watches this folder, connects to the other socket. The kubelet
+        // sends the path of this socket as the authority of its calls, with escapes for `/`. The
+        // HTTP library takes escapes before an `@` only.
+        let path = kubelet.join(format!("plugins_registry/driver@{DRIVER}-reg.sock"));
         let service = RegistrationServer::new(RegistrationService {
             endpoint: endpoint.display().to_string(),
             registered: Arc::clone(&self.registered),
