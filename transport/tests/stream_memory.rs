@@ -6,6 +6,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vgpu_transport::link::stream::{Plain, StreamHost};
@@ -16,6 +18,10 @@ const WAIT: Duration = Duration::from_secs(60);
 
 /// What the queues of a session over a stream take at most, as `docs/SECURITY.md` says.
 const QUEUES: usize = 26 << 20;
+
+/// What of that is for received bytes: the 4 MiB, a read and its buffer, an incomplete frame, and
+/// the request under way.
+const RECEIVED: usize = 7 << 20;
 
 /// What a connection takes before its first message is received.
 const BEFORE_FIRST: usize = 64 << 10;
@@ -156,20 +162,25 @@ fn only_the_first_message_has_the_limit_of_the_first() {
     guest
         .write_all(&frame(1, MAX_FIRST_MESSAGE, 0))
         .expect("it fits");
-    let mut second = &frame(2, MAX_MESSAGE, MAX_PAYLOAD)[..];
     let (mut message, start) = (Vec::new(), Instant::now());
     let mut requests = Vec::new();
-    while requests.len() < 2 {
-        assert!(start.elapsed() < WAIT, "{requests:?}");
-        let sent = guest.write(second).unwrap_or(0);
-        second = &second[sent..];
-        let received = host.receive(&mut message, Duration::from_millis(1));
-        if let Some(incoming) = received.expect("a guest that obeys") {
-            requests.push((incoming.request, incoming.payload_len));
+    // The header of the second one arrives behind the first one, and that of the third one when
+    // there is no other.
+    for number in [2, 3] {
+        let bytes = frame(number, MAX_MESSAGE, MAX_PAYLOAD);
+        let mut rest = &bytes[..];
+        while requests.len() < number as usize {
+            assert!(start.elapsed() < WAIT, "{requests:?}");
+            let sent = guest.write(rest).unwrap_or(0);
+            rest = &rest[sent..];
+            let received = host.receive(&mut message, Duration::from_millis(1));
+            if let Some(incoming) = received.expect("a guest that obeys") {
+                requests.push((incoming.request, incoming.payload_len));
+            }
         }
     }
-    assert_eq!(requests, [(1, 0), (2, MAX_PAYLOAD)]);
-    assert_eq!(message.len(), MAX_FIRST_MESSAGE + MAX_MESSAGE);
+    assert_eq!(requests, [(1, 0), (2, MAX_PAYLOAD), (3, MAX_PAYLOAD)]);
+    assert_eq!(message.len(), MAX_FIRST_MESSAGE + 2 * MAX_MESSAGE);
 }
 
 /// A guest sends as much as the host takes, and reads nothing.
@@ -205,23 +216,40 @@ fn queues_of_a_session_have_a_bound() {
             }
         }
         flood(&mut host, &mut guest, rest);
-        // Replies: as many as are queued without a wait.
+        let received = most_since(before) - of_guest;
+        assert!(
+            received <= RECEIVED,
+            "{message} and {payload}: {received} bytes"
+        );
+        // Replies: as many as are queued without a wait. An end that would wait for its guest asks
+        // whether it is to wait.
         let mut replies = 0;
-        host.set_cancel(Box::new(|| false));
-        while replies < 64 {
-            // The end would wait for the guest once its queue is full.
-            let is_full = replies > 7 && {
-                let full = Instant::now();
-                host.set_cancel(Box::new(move || full.elapsed() > Duration::from_millis(10)));
-                true
-            };
-            let began = Instant::now();
+        let waits = Arc::new(AtomicBool::new(false));
+        let would_wait = Arc::clone(&waits);
+        host.set_cancel(Box::new(move || {
+            would_wait.store(true, Ordering::Relaxed);
+            true
+        }));
+        let mut reply = |host: &mut StreamHost| {
+            replies += 1;
             host.send(&[7; 100], MAX_PAYLOAD, &mut |_| {})
                 .expect("room");
-            replies += 1;
-            if is_full && began.elapsed() > Duration::from_millis(10) {
-                break;
+        };
+        while !waits.load(Ordering::Relaxed) {
+            reply(&mut host);
+            assert!(most_since(before) < 2 * QUEUES, "no reply waits");
+        }
+        // The guest reads less than is queued, again and again.
+        let (mut room, mut read) = (vec![0; 1 << 20], 0);
+        let of_guest = of_guest + room.capacity();
+        for _ in 0..64 {
+            let until = read + MAX_PAYLOAD;
+            while read < until {
+                assert!(start.elapsed() < WAIT, "{read} bytes");
+                read += guest.read(&mut room).unwrap_or(0);
+                host.check_guest().expect("the guest is there");
             }
+            reply(&mut host);
         }
         flood(&mut host, &mut guest, &[7; 1]);
         let most = most_since(before) - of_guest;
@@ -230,8 +258,7 @@ fn queues_of_a_session_have_a_bound() {
         // Both queues were full.
         assert!(most >= 12 << 20, "{message} and {payload}: {most} bytes");
         // The guest reads on, and the host sends all that it has queued.
-        let mut room = vec![0; 1 << 20];
-        let (mut read, start) = (0, Instant::now());
+        let start = Instant::now();
         while read < replies * MAX_PAYLOAD {
             assert!(start.elapsed() < WAIT, "{read} bytes");
             read += guest.read(&mut room).unwrap_or(0);
