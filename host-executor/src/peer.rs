@@ -78,8 +78,10 @@ impl Peer {
         self.known_origin().unwrap_or_else(|| self.endpoint.clone())
     }
 
-    /// As [`origin`](Peer::origin), for the processes and quotas of unnamed guests, which are
-    /// limited for each origin. All addresses of the loopback interface are one.
+    /// As [`origin`](Peer::origin), for the processes, quotas, sessions and wrong proofs of unnamed
+    /// guests, which are limited for each origin. All addresses of the loopback interface are one.
+    /// Connections before their first message are counted by [`origin`](Peer::origin): those of one
+    /// such address close none of another.
     pub(crate) fn quota_origin(&self) -> String {
         match self.is_on_loopback() {
             true => LOOPBACK.into(),

@@ -525,6 +525,21 @@ fn certificates_at_one_address_cannot_take_all_sessions() {
     drop(programs);
 }
 
+/// Every program of this machine may connect from any address of its loopback interface.
+#[test]
+fn certificates_at_loopback_addresses_cannot_take_all_sessions() {
+    let host = Host::limited(cpu(), vgpu_executor::Limits::default(), 8);
+    let certified = |i: u8| with_certificate(&format!("127.0.{i}.1"), i);
+    let programs: Vec<Guest> = (0..6).map(|i| served(&host, certified(i))).collect();
+    for further in [certified(7), with_certificate("::1", 8)] {
+        let reason = host.connect_from(further).ended();
+        let says = "the unnamed guests at tcp:loopback together have 6 programs";
+        assert!(reason.contains(says), "{reason}");
+    }
+    served(&host, from_address("10.0.0.1")).fence();
+    drop(programs);
+}
+
 #[test]
 fn addresses_and_virtual_machines_have_one_quota_each() {
     let host = Host::new(cpu());

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::cell::Cell;
+
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
 use common::weights::{MODEL, SMALL, ask, first, guest, host, model, parts, wait};
 use common::{Guest, Host, MEMORY, PAGE};
@@ -167,6 +169,19 @@ fn wrong_proofs_are_limited_and_others_are_unaffected() {
 fn wrong_proofs_of_an_address_are_limited_in_all_its_sessions() {
     wrong_proofs_are_limited(
         |host| guest_at(host, [192, 0, 2, 1]),
+        |host| guest_at(host, [192, 0, 2, 2]),
+    );
+}
+
+/// All addresses of the loopback interface are one.
+#[test]
+fn wrong_proofs_of_loopback_addresses_are_limited_together() {
+    let last = Cell::new(0);
+    wrong_proofs_are_limited(
+        |host| {
+            last.set(last.get() + 1);
+            guest_at(host, [127, 0, 0, last.get()])
+        },
         |host| guest_at(host, [192, 0, 2, 2]),
     );
 }

@@ -255,7 +255,7 @@ fn serve(
             (name.clone(), name)
         }
         // A session of its own is no new prover.
-        false => (sharing_domain(id, &peer), peer.origin()),
+        false => (sharing_domain(id, &peer), peer.quota_origin()),
     };
     let parts = SharedParts {
         engine: Arc::clone(&device.engine),

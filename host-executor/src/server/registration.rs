@@ -101,9 +101,9 @@ fn refusal(
         if tenant.is_named() {
             return None;
         }
-        let origin = peer.origin();
+        let origin = peer.quota_origin();
         let unnamed = sessions.values().filter(|e| !e.tenant.is_named());
-        let own = unnamed.filter(|e| e.peer.origin() == origin).count();
+        let own = unnamed.filter(|e| e.peer.quota_origin() == origin).count();
         let who = format!("the unnamed guests at {origin} together have");
         too_many(&who, own, max_sessions)
     };
