@@ -122,6 +122,21 @@ impl Shim {
         Shim::of(DeviceModel::H100)
     }
 
+    /// Fills all memory at reserved addresses, which is working memory, with a word. Returns how
+    /// many bytes there are. Nobody may use the device meanwhile.
+    #[allow(dead_code)] // in tests of what one tenant leaves to the next
+    pub(crate) fn fill_working_memory(&self, word: u32) -> u64 {
+        let mapped = lock(&self.mapped);
+        for (&address, &size) in mapped.iter() {
+            let words = size as usize / size_of::<u32>();
+            // SAFETY: `map_memory` has made these pages accessible, the lock keeps them so, and the
+            // caller promises that nobody else uses the device. Pages are aligned for words.
+            let words = unsafe { std::slice::from_raw_parts_mut(address as *mut u32, words) };
+            words.fill(word);
+        }
+        mapped.values().sum()
+    }
+
     /// The content of all memory.
     fn contents(&self) -> Vec<Stale> {
         let mappings = lock_at(Rank::Mappings, &self.mappings);
