@@ -18,7 +18,7 @@ use std::sync::{Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::net::SocketAddrUnix;
+use rustix::net::{SendFlags, SocketAddrUnix};
 use rustix::pipe::{PipeFlags, pipe_with};
 use sd_notify::NotifyState;
 use tracing::{Level, warn};
@@ -140,7 +140,16 @@ pub(crate) fn for_each_stored(mut each: impl FnMut(&str, BorrowedFd<'_>)) {
 
 /// Whether a service manager with an fd store has started this process.
 fn has_fd_store() -> bool {
-    std::env::var_os("NOTIFY_SOCKET").is_some()
+    std::env::var_os("NOTIFY_SOCKET").is_some() || is_on_stdin()
+}
+
+/// The variable by which a `vgpu fd-store` says that standard input is a socket to it. The process
+/// then makes no socket to reach the store.
+pub const FD_STORE_ON_STDIN: &str = "FDSTORE_ON_STDIN";
+
+/// Whether standard input is a socket to a `vgpu fd-store`.
+fn is_on_stdin() -> bool {
+    std::env::var_os(FD_STORE_ON_STDIN).is_some()
 }
 
 /// How many files the service manager keeps at most, if it says so: systemd does from version 254
@@ -226,26 +235,29 @@ fn fd_store_state() -> Option<String> {
     if parent != Some(pid) {
         return None;
     }
-    let path = std::env::var_os("NOTIFY_SOCKET")?;
-    Some(match ask_fd_store(Path::new(&path)) {
+    let path = std::env::var_os("NOTIFY_SOCKET");
+    if path.is_none() && !is_on_stdin() {
+        return None;
+    }
+    Some(match ask_fd_store(path.as_deref().map(Path::new)) {
         Ok(state) => state.trim_end().to_owned(),
         Err(error) => format!("vgpu fd-store, process {pid}: no answer: {error}"),
     })
 }
 
-/// Asks a `vgpu fd-store`. Waits for [`FD_STORE_TIMEOUT`] at most, also if the store hangs and its
-/// socket is full.
-fn ask_fd_store(path: &Path) -> io::Result<String> {
+/// Asks a `vgpu fd-store`, at standard input or at the socket of a path. Waits for
+/// [`FD_STORE_TIMEOUT`] at most, also if the store hangs and its socket is full.
+fn ask_fd_store(path: Option<&Path>) -> io::Result<String> {
     let (ours, theirs) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-    let socket = UnixDatagram::unbound()?;
-    socket.set_nonblocking(true)?;
-    let address = SocketAddrUnix::new(path)?;
-    scm_rights::send_to(
-        &socket,
-        &address,
-        FD_STORE_QUESTION.as_bytes(),
-        &[theirs.as_fd()],
-    )?;
+    let (question, files) = (FD_STORE_QUESTION.as_bytes(), [theirs.as_fd()]);
+    match path.filter(|_| !is_on_stdin()) {
+        None => scm_rights::send(io::stdin(), question, &files, SendFlags::DONTWAIT)?,
+        Some(path) => {
+            let socket = UnixDatagram::unbound()?;
+            socket.set_nonblocking(true)?;
+            scm_rights::send_to(&socket, &SocketAddrUnix::new(path)?, question, &files)?
+        }
+    };
     drop(theirs);
     let (mut ours, mut answer) = (File::from(ours).take(MAX_FD_STORE_STATE), Vec::new());
     let end = Instant::now() + FD_STORE_TIMEOUT;
@@ -326,7 +338,7 @@ pub fn store(name: &str, fd: BorrowedFd<'_>) {
         // Otherwise the manager removes the file descriptor when its other end is closed.
         NotifyState::Custom("FDPOLL=0"),
     ];
-    if let Err(error) = sd_notify::notify_with_fds(&states, &[fd]) {
+    if let Err(error) = send(&states, &[fd]) {
         let why = format!("file {number} cannot be passed to the service manager: {error}");
         report(name, &why);
     }
@@ -347,9 +359,20 @@ fn notify_removal(name: &str) {
 }
 
 fn notify(states: &[NotifyState<'_>], fd: Option<BorrowedFd<'_>>) {
-    if let Err(error) = sd_notify::notify_with_fds(states, fd.as_slice()) {
+    if let Err(error) = send(states, fd.as_slice()) {
         warn!("the service manager cannot be notified: {error}");
     }
+}
+
+/// Sends a message to the service manager, if there is one.
+fn send(states: &[NotifyState<'_>], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if !is_on_stdin() {
+        return sd_notify::notify_with_fds(states, files);
+    }
+    let text: String = states.iter().map(|state| format!("{state}\n")).collect();
+    // A message is sent whole or not at all.
+    scm_rights::send(io::stdin(), text.as_bytes(), files, SendFlags::empty())?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -9,22 +9,24 @@
 
 use std::cell::Cell;
 use std::io::ErrorKind;
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
 use clap::Parser;
 use command_fds::{CommandFdExt as _, FdMapping};
 use rustix::fs::FileType;
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 use tracing::Level;
-use vgpu_executor::isolate::{ALIVE_PERIOD, FileSupervisor};
+use vgpu_executor::isolate::{ALIVE_PERIOD, FileSupervisor, ThreadWatch};
 use vgpu_executor::{HangFinding, HangWatch, log_queue, raise_descriptors, sandbox, service};
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
@@ -77,6 +79,10 @@ pub(crate) struct Args {
     #[arg(long, hide = true, value_name = "SECONDS", default_value_t = WATCHDOG.as_secs())]
     watchdog: u64,
 
+    /// The most threads of an executor: one that has more is killed
+    #[arg(long, hide = true, value_name = "COUNT")]
+    max_threads: Option<usize>,
+
     /// The command: vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
@@ -115,12 +121,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         None => (None, Vec::new()),
     };
-    let socket = NotifySocket::open(supervisor)?;
+    let mut socket = NotifySocket::open(supervisor)?;
     let mut pause = MIN_PAUSE;
-    let mut executor = Executor::new(Duration::from_secs(args.watchdog));
+    let mut executor = Executor::new(Duration::from_secs(args.watchdog), args.max_threads);
     loop {
         let started = Instant::now();
-        let mut child = match start(args, &socket, &stored) {
+        let mut child = match start(args, &mut socket, &stored) {
             Ok(child) => child,
             // A mistake in the command.
             Err(error) if stored.is_empty() => return Err(error),
@@ -153,7 +159,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             if signals.take_dump_request() {
                 log_state(&executor, &stored);
             }
-            if executor.hangs(signals.is_told()) {
+            if executor.hangs(signals.is_told()) || executor.has_too_many_threads() {
                 let _ = child.kill();
             }
             for signal in signals.take() {
@@ -218,29 +224,59 @@ struct Executor {
     starts: u64,
     /// Once the executor has said that it runs.
     watch: Option<HangWatch>,
+    /// The most threads of an executor. `None`: any number.
+    max_threads: Option<usize>,
+    threads: Option<ThreadWatch>,
 }
 
 impl Executor {
     /// None yet.
-    fn new(limit: Duration) -> Executor {
+    fn new(limit: Duration, max_threads: Option<usize>) -> Executor {
         Executor {
             limit,
             pid: 0,
             since: None,
             starts: 0,
             watch: None,
+            max_threads,
+            threads: None,
         }
     }
 
-    /// The executor has been started.
+    /// The executor has been started. It hides later, and its threads can be counted then, too.
     fn begin(&mut self, pid: u32) {
         (self.pid, self.since, self.watch) = (pid, Some(Instant::now()), None);
         self.starts += 1;
+        self.threads = None;
+        let Some(max) = self.max_threads else { return };
+        match ThreadWatch::begin(pid, max) {
+            Ok(threads) => self.threads = Some(threads),
+            Err(error) => {
+                let line = format!("the threads of pid {pid} cannot be counted: {error}");
+                log(Level::WARN, &line);
+            }
+        }
     }
 
     /// There is none.
     fn end(&mut self) {
         (self.pid, self.since, self.watch) = (0, None, None);
+        self.threads = None;
+    }
+
+    /// Whether the executor is to be killed, because it has too many threads.
+    fn has_too_many_threads(&mut self) -> bool {
+        let Some((count, max)) = self.threads.as_mut().and_then(ThreadWatch::look) else {
+            return false;
+        };
+        let line = format!(
+            "pid {} has {count} threads, its limit is {max}, and is killed: the next executor \
+             gets the files",
+            self.pid
+        );
+        log(Level::ERROR, &line);
+        self.threads = None;
+        true
     }
 
     /// The executor says that it runs.
@@ -409,7 +445,7 @@ fn log(level: Level, line: &str) {
 
 fn start(
     args: &Args,
-    socket: &NotifySocket,
+    socket: &mut NotifySocket,
     stored: &[(String, OwnedFd)],
 ) -> anyhow::Result<Child> {
     // The running program itself, even if an upgrade has replaced or removed its file: `exec` must
@@ -427,13 +463,16 @@ fn start(
     }
     exec.fd_mappings(mappings)
         .context("passing file descriptors on")?;
-    if socket.supervisor.is_some() {
+    match &socket.folder {
+        Some(folder) => exec.env("NOTIFY_SOCKET", folder.path().join("notify")),
         // The executor of a guest must not reach the socket of the supervisor.
-        exec.stdin(Stdio::null());
-    }
+        None => exec
+            .stdin(socket.renew()?)
+            .env(service::FD_STORE_ON_STDIN, "1")
+            .env_remove("NOTIFY_SOCKET"),
+    };
     exec.arg("--")
         .args(&args.command)
-        .env("NOTIFY_SOCKET", socket.folder.path().join("notify"))
         .env("WATCHDOG_USEC", (args.watchdog * 1_000_000).to_string())
         .env(service::FD_STORE_PID, std::process::id().to_string())
         .spawn()
@@ -463,11 +502,15 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
     Err(anyhow!("{}: {error}", args.command[0]))
 }
 
-/// The socket by which the executor says which file descriptors to keep. The folder of the socket
-/// is for this user only.
+/// The socket by which the executor says which file descriptors to keep.
 struct NotifySocket {
-    socket: UnixDatagram,
-    folder: TempDir,
+    socket: OwnedFd,
+    /// The folder of the socket, which is for this user only. `None` below a supervisor: the socket
+    /// is one of a pair, and each executor gets the other one of a new pair as its standard input.
+    /// The executor of a virtual machine therefore needs no system call that makes or connects a
+    /// socket, and no datagram socket, which can send to any address. A message on a socket of this
+    /// type has the other one as its only receiver.
+    folder: Option<TempDir>,
     /// Told of changes, and that this process runs.
     supervisor: Option<FileSupervisor>,
     /// When the supervisor was told last that this process runs.
@@ -476,20 +519,32 @@ struct NotifySocket {
 
 impl NotifySocket {
     fn open(supervisor: Option<FileSupervisor>) -> anyhow::Result<NotifySocket> {
-        let folder = runtime_dir::create("vgpu-fd-store-")?;
-        let path = folder.path().join("notify");
-        let socket = UnixDatagram::bind(&path)
-            .with_context(|| format!("listening at {}", path.display()))?;
-        socket
-            .set_read_timeout(Some(POLL_INTERVAL))
-            .context("preparing the socket")?;
-        credentials::report_senders(&socket).context("asking for the senders of messages")?;
+        let (socket, folder) = match supervisor {
+            // Closed on the other side: no executor has it.
+            Some(_) => (pair()?.0, None),
+            None => {
+                let folder = runtime_dir::create("vgpu-fd-store-")?;
+                let path = folder.path().join("notify");
+                let socket = UnixDatagram::bind(&path)
+                    .with_context(|| format!("listening at {}", path.display()))?;
+                (socket.into(), Some(folder))
+            }
+        };
+        prepare(&socket)?;
         Ok(NotifySocket {
             socket,
             folder,
             supervisor,
             told: Cell::new(None),
         })
+    }
+
+    /// Makes a new pair, and returns the socket for the next executor.
+    fn renew(&mut self) -> anyhow::Result<OwnedFd> {
+        let (ours, theirs) = pair()?;
+        prepare(&ours)?;
+        self.socket = ours;
+        Ok(theirs)
     }
 
     /// Tells the supervisor, if there is one, that this process runs, with this executor.
@@ -531,6 +586,11 @@ impl NotifySocket {
         self.alive(executor.pid);
         let mut bytes = [0; 4096];
         let got = match credentials::receive(&self.socket, &mut bytes) {
+            // The executor has closed its socket, of a pair.
+            Ok(got) if got.bytes == 0 => {
+                std::thread::sleep(POLL_INTERVAL);
+                return;
+            }
             Ok(got) => got,
             Err(error)
                 if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
@@ -606,6 +666,19 @@ impl NotifySocket {
     }
 }
 
+/// A pair of sockets that keep messages apart.
+fn pair() -> anyhow::Result<(OwnedFd, OwnedFd)> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).context("a pair of sockets")
+}
+
+/// Messages at `socket` have their senders, and are waited for no longer than [`POLL_INTERVAL`].
+fn prepare(socket: impl AsFd) -> anyhow::Result<()> {
+    sockopt::set_socket_timeout(&socket, Timeout::Recv, Some(POLL_INTERVAL))
+        .context("preparing the socket")?;
+    credentials::report_senders(&socket).context("asking for the senders of messages")
+}
+
 /// What a message has changed: the file of this name.
 #[derive(Debug, PartialEq, Eq)]
 enum Change {
@@ -646,14 +719,12 @@ fn apply<F>(text: &str, fd: Option<F>, stored: &mut Vec<(String, F)>) -> Option<
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd as _;
-
     use super::*;
 
     #[test]
     fn fds_of_other_processes_are_not_stored() {
         let socket = NotifySocket::open(None).unwrap();
-        let path = socket.folder.path().join("notify");
+        let path = socket.folder.as_ref().unwrap().path().join("notify");
         let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
         let mut stored = Vec::new();
@@ -662,7 +733,7 @@ mod tests {
             let text = b"FDSTORE=1\nFDNAME=a\n";
             vgpu_transport::link::scm_rights::send_to(&sender, &address, text, &[file.as_fd()])
                 .unwrap();
-            let mut executor = Executor::new(WATCHDOG);
+            let mut executor = Executor::new(WATCHDOG, None);
             executor.begin(pid);
             socket.receive(&mut executor, &mut stored);
             stored.len()

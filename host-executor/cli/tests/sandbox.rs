@@ -6,9 +6,9 @@ mod served;
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -18,6 +18,8 @@ use rustix::process::Signal;
 use served::program::copy_program;
 use served::{Scratch, Serve};
 use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role, SandboxError};
+use vgpu_executor::service;
+use vgpu_transport::link::{credentials, scm_rights};
 use vgpu_transport::wire::GraphId;
 
 /// Set in the process that enters the sandbox: a test runs itself again, since a process cannot
@@ -34,12 +36,16 @@ fn run_inside(test: &str, profile: &str) {
 
 /// As [`run_inside`], with a folder for [`FOLDER`].
 fn run_with_folder(test: &str, profile: &str, folder: &Path) {
-    let output = Command::new(std::env::current_exe().expect("this program"))
+    run_command(test, profile, |command| command.env(FOLDER, folder));
+}
+
+/// As [`run_inside`], with what `prepare` adds to the command.
+fn run_command(test: &str, profile: &str, prepare: impl Fn(&mut Command) -> &mut Command) {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command
         .args(["--exact", test, "--nocapture", "--test-threads", "1"])
-        .env(INSIDE, profile)
-        .env(FOLDER, folder)
-        .output()
-        .expect("it starts");
+        .env(INSIDE, profile);
+    let output = prepare(&mut command).output().expect("it starts");
     let text = String::from_utf8_lossy(&output.stdout).into_owned()
         + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{profile}: {text}");
@@ -405,11 +411,11 @@ fn connections_refused_to(role: Role) -> Vec<(&'static str, libc::c_long, [u64; 
         ("socketpair", libc::SYS_socketpair, [unix, datagram, 0]),
         ("bind", libc::SYS_bind, [0, 0, 0]),
         ("listen", libc::SYS_listen, [0, 0, 0]),
+        ("a datagram socket", libc::SYS_socket, [unix, datagram, 0]),
+        ("connect", libc::SYS_connect, [0, 0, 0]),
     ]);
     if role == Role::Worker {
         all.extend([
-            ("a datagram socket", libc::SYS_socket, [unix, datagram, 0]),
-            ("connect", libc::SYS_connect, [0, 0, 0]),
             ("accept", libc::SYS_accept, [0, 0, 0]),
             ("accept4", libc::SYS_accept4, [0, 0, 0]),
         ]);
@@ -543,6 +549,47 @@ fn capabilities_are_dropped_before_a_driver_starts_threads_without_signals() {
     }
 }
 
+/// A message by which a process in the sandbox puts a file into the store.
+const STORED: &str = "FDSTORE=1\nFDNAME=vgpu-test-bell\nFDPOLL=0\n";
+
+/// Runs the process of a virtual machine, whose standard input is a socket to its store, as which
+/// this process receives a file and one message more.
+fn run_machine_below_a_store(test: &str, folder: &Path) {
+    let (ours, theirs) = rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
+    .expect("a pair");
+    run_command(test, "machine", |command| {
+        command
+            .env(FOLDER, folder)
+            .env(service::FD_STORE_ON_STDIN, "1")
+            .stdin(theirs.try_clone().expect("a descriptor"))
+    });
+    drop(theirs);
+    let mut bytes = [0; 256];
+    let mut receive = || {
+        let got = credentials::receive(&ours, &mut bytes).expect("a message");
+        let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
+        (text, got.file.is_some())
+    };
+    assert_eq!(receive(), (STORED.to_owned(), true));
+    assert_eq!(receive(), ("to an address".to_owned(), false));
+    assert_eq!(receive(), (String::new(), false));
+}
+
+/// Puts a file into the store. A message to another address goes to the store, too: a pair of
+/// datagram sockets would send it to that address.
+fn reach_only_the_store(other: &Path) {
+    let file = vgpu_transport::memfd::sealed("vgpu-test", 4096).expect("a file in memory");
+    service::store("vgpu-test-bell", file.as_fd());
+    let other = rustix::net::SocketAddrUnix::new(other).expect("an address");
+    let sent = scm_rights::send_to(io::stdin(), &other, b"to an address", &[]);
+    assert_eq!(sent, Ok(13));
+}
+
 #[test]
 fn worker_reaches_no_file_socket_or_other_process() {
     let test = "worker_reaches_no_file_socket_or_other_process";
@@ -553,8 +600,13 @@ fn worker_reaches_no_file_socket_or_other_process() {
             fs::write(scratch.path().join("key"), "secret").expect("a file");
             let control = scratch.path().join("control.sock");
             let _listener = std::os::unix::net::UnixListener::bind(control).expect("a socket");
+            let messages = scratch.path().join("messages.sock");
+            let messages = UnixDatagram::bind(messages).expect("a socket");
+            messages.set_nonblocking(true).expect("a socket");
             run_with_folder(test, "worker", scratch.path());
-            run_with_folder(test, "machine", scratch.path());
+            run_machine_below_a_store(test, scratch.path());
+            let sent = messages.recv(&mut [0]).expect_err("nobody may send");
+            assert_eq!(sent.kind(), io::ErrorKind::WouldBlock, "{sent}");
             return;
         }
         Ok("worker") => Role::Worker,
@@ -648,16 +700,13 @@ fn worker_reaches_no_file_socket_or_other_process() {
         assert_refused("bind", call(libc::SYS_bind, [0, 0, 0]));
         assert_refused("listen", call(libc::SYS_listen, [0, 0, 0]));
         assert!(UnixStream::connect(&control).is_err(), "the control socket");
+        assert_refused("connect", call(libc::SYS_connect, [0, 0, 0]));
+        let family = libc::AF_UNIX as u64;
+        assert_refused("a socket", call(libc::SYS_socket, [family, datagram, 0]));
         if role == Role::Worker {
-            assert_refused("connect", call(libc::SYS_connect, [0, 0, 0]));
             assert_refused("accept", call(libc::SYS_accept4, [0, 0, 0]));
-            let family = libc::AF_UNIX as u64;
-            assert_refused("a socket", call(libc::SYS_socket, [family, datagram, 0]));
         } else {
-            // For messages to `vgpu fd-store`; they reach no listener.
-            let messages = std::os::unix::net::UnixDatagram::unbound().expect("allowed");
-            let error = messages.connect(&control).expect_err("the control socket");
-            assert_eq!(error.raw_os_error(), Some(libc::EPROTOTYPE), "{error}");
+            reach_only_the_store(&folder.join("messages.sock"));
         }
         // What a worker needs: the machine's memory, its open connections, and to compute.
         assert!(std::fs::read_to_string("/proc/meminfo").is_ok());

@@ -73,9 +73,6 @@ fn failed(error: BackendError) -> SandboxError {
 /// The socket families of the links.
 const FAMILIES: [i32; 4] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_VSOCK];
 
-/// The bits of the type of a socket; the others are flags.
-const SOCKET_TYPES: u64 = 0xf; // SOCK_TYPE_MASK of linux/net.h
-
 /// The requests of `ioctl` that are used: whether a file is a terminal, flags of files and sockets,
 /// the local vsock cid.
 const IOCTLS: [u64; 6] = [
@@ -136,6 +133,10 @@ const CONNECTING: [c_long; 7] = [
     libc::SYS_accept,
     libc::SYS_accept4,
 ];
+
+/// Those of them that the process of a virtual machine makes, which has its listeners from its
+/// start.
+const ACCEPTING: [c_long; 2] = [libc::SYS_accept, libc::SYS_accept4];
 
 /// The system calls by which a supervisor starts and watches processes.
 #[cfg(target_arch = "x86_64")]
@@ -347,13 +348,7 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         one_of(&PRCTLS.map(|option| option as u64), 0)?,
     );
     if role == Role::Machine {
-        rules.extend(always(&[libc::SYS_accept, libc::SYS_accept4], &[]));
-        // For messages to `vgpu fd-store`. A datagram socket reaches no listener of a guest, of
-        // another virtual machine or of the control socket.
-        rules.extend(always(&[libc::SYS_connect], &[]));
-        let family = equals(0, libc::AF_UNIX as u64)?;
-        let kind = masked(1, SOCKET_TYPES, libc::SOCK_DGRAM as u64)?;
-        rules.insert(libc::SYS_socket, vec![rule([family, kind])?]);
+        rules.extend(always(&ACCEPTING, &[]));
     }
     if role == Role::Server {
         rules.extend(always(&ON_FILES, &OLDER_ON_FILES));
@@ -494,18 +489,11 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         }
     }
     if role == Role::Machine {
-        for call in [libc::SYS_socketpair, libc::SYS_bind, libc::SYS_listen] {
-            rules.insert(call, Vec::new());
-        }
-        // As for the CPU engine: only Unix datagram sockets.
-        let family = condition(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?;
-        let mut refused = vec![rule([family])?];
-        for kind in 1..=SOCKET_TYPES {
-            if kind != libc::SOCK_DGRAM as u64 {
-                refused.push(rule([masked(1, SOCKET_TYPES, kind)?])?);
+        for call in CONNECTING {
+            if !ACCEPTING.contains(&call) {
+                rules.insert(call, Vec::new());
             }
         }
-        rules.insert(libc::SYS_socket, refused);
     }
     Ok(rules)
 }

@@ -78,6 +78,20 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
         score.trim().parse::<i32>().expect("a number")
     };
     assert_eq!(score(first.cast_unsigned()), 500);
+    // The store of the machine kills an executor with more threads than it may have.
+    let store = fd_store(&serve).expect("it runs");
+    let line = fs::read_to_string(format!("/proc/{store}/cmdline")).expect("it runs");
+    let mut words = line.split('\0');
+    let limit = words.find_map(|word| word.strip_prefix("--max-threads="));
+    let limit: usize = limit.expect("an argument").parse().expect("a number");
+    let threads = fs::read_dir(format!("/proc/{first}/task")).expect("it runs");
+    let threads = threads.count();
+    println!("{threads} threads of an executor, at most {limit}");
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    assert!(
+        threads + 200 < limit && limit < 400 + processors,
+        "{threads}, {limit}"
+    );
     assert!(score(serve.child.id()) < 500);
     let start = Instant::now();
     while kill_process(Pid::from_raw(first).expect("a process"), Signal::SEGV).is_ok() {

@@ -425,6 +425,55 @@ fn fd_store_kills_an_executor_that_falls_silent() {
     assert!(log.contains(&own) && log.contains(keeps), "{log}");
 }
 
+/// An executor that a guest has taken over can start threads. The store, to which a supervisor says
+/// how many are usual, kills it, and no executor that has as many as it may have.
+#[test]
+fn fd_store_kills_an_executor_with_too_many_threads() {
+    const ENGINE: usize = 48;
+    for (limit, is_killed) in [(ENGINE - 8, true), (ENGINE + 32, false)] {
+        let scratch = Scratch::new("fd-store-threads");
+        let socket = scratch.socket();
+        let limit_argument = format!("--max-threads={limit}");
+        let endpoint = format!("unix:{}", socket.display());
+        let program = env!("CARGO_BIN_EXE_vgpu");
+        let mut command = vgpu(&["fd-store", &limit_argument, "--", program, "serve"]);
+        command
+            .args(["--memory", "64M", "--config", "/dev/null"])
+            .args(["--listen", &endpoint])
+            .arg(format!("--threads={ENGINE}"));
+        let serve = match is_killed {
+            false => Serve::of(command),
+            // The executor may never be ready.
+            true => Serve {
+                child: { command.stdin(Stdio::null()) }
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::piped())
+                    .spawn()
+                    .expect("it starts"),
+                ready: String::new(),
+            },
+        };
+        let executor = || children(serve.child.id()).first().copied();
+        wait_for("an executor", || executor().is_some());
+        let first = executor();
+        match is_killed {
+            true => wait_for("another executor", || {
+                let next = executor();
+                next.is_some() && next != first
+            }),
+            // The store looks once a second.
+            false => {
+                thread::sleep(Duration::from_millis(2500));
+                assert_eq!(executor(), first);
+            }
+        }
+        serve.signal(Signal::TERM);
+        let (_, log) = serve.wait();
+        let says = format!("threads, its limit is {limit}, and is killed: the next executor gets");
+        assert_eq!(log.contains(&says), is_killed, "{log}");
+    }
+}
+
 /// What a service manager does not keep is said with numbers and the consequence.
 #[test]
 fn fd_store_that_keeps_too_little_is_reported() {

@@ -14,7 +14,7 @@ use tracing::info;
 use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::engine::{EngineKind, Selection};
-use vgpu_executor::isolate::{Resources, Supervisor};
+use vgpu_executor::isolate::{Resources, Supervisor, machine_threads};
 use vgpu_executor::size::shown;
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
@@ -133,6 +133,16 @@ pub(crate) fn run(
         set.context("certificates")?;
     }
     dumps.set_source(supervisor.status_handle());
+    // The processes of virtual machines have the default number of places.
+    let max_threads = machine_threads(
+        (
+            engines.len(),
+            settings.threads.count,
+            selection.has_driver(),
+        ),
+        Settings::default().max_guests,
+        limits.handshakes.of_one_origin,
+    );
     let mut machines = Vec::new();
     let mut folder = None;
     for guest in &settings.guests {
@@ -147,7 +157,8 @@ pub(crate) fn run(
         let control = folder.path().join(format!("{}.sock", vm.name));
         let supervised = format!("--supervised={VERSION}");
         // As for workers: the running program itself.
-        let rest = ["fd-store", &supervised, "--", OWN_PROGRAM, "serve"];
+        let limit = format!("--max-threads={max_threads}");
+        let rest = ["fd-store", &supervised, &limit, "--", OWN_PROGRAM, "serve"];
         let mut arguments: Vec<OsString> = rest.map(OsString::from).into();
         arguments.extend(common.iter().cloned());
         arguments.push(host_memory_argument(host_memory).into());
