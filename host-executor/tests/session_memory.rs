@@ -206,8 +206,9 @@ fn tables_of_graphs_without_a_plan_are_charged() {
     let engine = CpuEngine::new(1, Some(MEMORY)).expect("an engine");
     let host = Host::new(Arc::new(engine));
     let mut guest = host.guest();
-    let buffers: Vec<BufferId> = (0..2000).map(|_| guest.alloc(128)).collect();
-    let graph = many_buffers(&buffers, 300);
+    // Tables of all images take more than what is not charged.
+    let buffers: Vec<BufferId> = (0..8000).map(|_| guest.alloc(128)).collect();
+    let graph = many_buffers(&buffers, 1200);
     let words = graph.encode();
     let bytes = image(&graph);
     // Room for many images, and for no plan.
