@@ -738,8 +738,10 @@ mod tests {
             worker.give(session, program, None, None).unwrap();
             processes.workers.insert(session, worker);
         }
-        let processes = shared.processes();
+        let mut processes = shared.processes();
         for address in ["127.0.0.1", "127.0.0.3", "127.255.0.9", "::1"] {
+            // A process that was told to end has its memory until it has ended.
+            processes.workers.values_mut().for_each(Worker::close);
             let Some(Rejection::Rejected { reason }) = processes.full(None, &from(address)) else {
                 panic!("{address} gets another process");
             };

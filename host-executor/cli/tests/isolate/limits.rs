@@ -228,6 +228,9 @@ fn an_unnamed_guest_has_one_quota_however_often_it_connects_again() {
             value: 7,
         });
         guest.fence();
+        // Nor has it another one beside it.
+        let reason = serve.connect(&scratch.socket()).ended();
+        assert!(reason.contains("its limit is 1"), "{reason}");
         most = most.max(memory_of_workers(&serve));
     }
     println!("{} MiB at most", most >> 20);
