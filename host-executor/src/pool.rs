@@ -109,15 +109,24 @@ impl fmt::Debug for Lease {
     }
 }
 
-impl Drop for Lease {
-    fn drop(&mut self) {
+impl Lease {
+    /// Gives back all but `count` things.
+    pub(crate) fn keep(&mut self, count: usize) {
+        let less = self.count.saturating_sub(count);
+        self.count -= less;
         let mut used = self.pool.used();
         if let Some(own) = used.get_mut(&self.tenant) {
-            *own = own.saturating_sub(self.count);
+            *own = own.saturating_sub(less);
             if *own == 0 {
                 used.remove(&self.tenant);
             }
         }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.keep(0);
     }
 }
 

@@ -119,6 +119,14 @@ impl Buffers {
         }
     }
 
+    /// Gives back all but `count` of the further mappings of a buffer.
+    pub(super) fn keep_copies(&mut self, buffer: BufferId, count: usize) {
+        let copies = self.live.get_mut(&buffer);
+        if let Some(copies) = copies.and_then(|buffer| buffer.copies.as_mut()) {
+            copies.keep(count);
+        }
+    }
+
     pub(super) fn remove(&mut self, buffer: BufferId) -> Result<(), Violation> {
         match self.live.remove(&buffer) {
             Some(Buffer { memory, .. }) => {

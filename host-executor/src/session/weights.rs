@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tracing::{debug, info, warn};
-use vgpu_engine::{EngineError, Extent, MAX_COPIES};
+use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::HostEnd;
@@ -143,11 +143,13 @@ impl Session {
         if !self.engine.supports_weights() || size < MIN_EXTENT {
             return refused("this memory cannot be shared");
         }
-        // The first region, which extents can keep longer than the buffer, and copies of parts.
+        // The first region, which extents can keep longer than the buffer, and what the engine maps
+        // besides: copies of parts, or segments.
         let mappings = &self.pools.mappings;
+        let further = self.engine.weight_mappings(size);
         let (first, copies) = match (
             mappings.take(self.tenant.id(), 1),
-            mappings.take(self.tenant.id(), MAX_COPIES),
+            mappings.take(self.tenant.id(), further),
         ) {
             (Ok(first), Ok(copies)) => (first, copies),
             (Err(error), _) | (_, Err(error)) => return refused(&error.to_string()),
@@ -606,6 +608,7 @@ impl Session {
         }
         weights.reserved.clear();
         memory.freeze();
+        self.buffers.keep_copies(buffer, memory.max_mappings());
         let mut extents: Vec<(u64, Arc<dyn Extent>)> = Vec::new();
         let (activity, outside) = (&self.activity, &self.outside);
         for (offset, len) in std::mem::take(&mut weights.extents) {
@@ -613,8 +616,11 @@ impl Session {
                 return Ok(());
             }
             // An extent that came from the store belongs to the buffer that uploaded it.
-            match memory.extent(offset, len) {
+            let state = ThreadState::CallsEngine;
+            let is_cancelled = || outside.is_over(activity, state, end_check);
+            match memory.extent_unless(offset, len, &is_cancelled) {
                 Ok(extent) => extents.push((offset, extent)),
+                Err(EngineError::Cancelled) => return Ok(()),
                 Err(error) => debug!("{len} bytes at {offset} are not shared: {error}"),
             }
         }

@@ -162,6 +162,10 @@ impl Engine for Faulty {
         self.inner.alloc_weights(instead)
     }
 
+    fn weight_mappings(&self, size: u64) -> usize {
+        self.inner.weight_mappings(size)
+    }
+
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
         self.inner.compile_bytes(counts)
     }

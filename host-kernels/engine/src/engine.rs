@@ -12,7 +12,7 @@ use vgpu_transport::bytes::Mapped;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
 
 use crate::error::{EngineError, RunError};
-use crate::memory::{Memory, MemoryInfo, SharedMemory};
+use crate::memory::{MAX_COPIES, Memory, MemoryInfo, SharedMemory};
 use crate::plan::{Plan, RunStatus, Turn};
 use crate::work::{Launches, Speed};
 
@@ -170,6 +170,13 @@ pub trait Engine: Send + Sync + 'static {
     ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
         let _ = instead;
         Ok(None)
+    }
+
+    /// The mappings of the process that [memory for weights](Engine::alloc_weights) of `size` bytes
+    /// takes at most besides its first one.
+    fn weight_mappings(&self, size: u64) -> usize {
+        let _ = size;
+        MAX_COPIES
     }
 
     /// Why the engine cannot work again in this process, if so: the contents of its memory are

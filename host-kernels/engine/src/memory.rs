@@ -92,6 +92,23 @@ pub trait Memory: Send + Sync + Any {
         Err(EngineError::ForeignMemory)
     }
 
+    /// As [`extent`](Memory::extent). Where bytes have to be copied for the extent, `is_cancelled`
+    /// is asked every few MiB, as by [`compile`](crate::Engine::compile). By default nothing is
+    /// copied, or too little to ask.
+    ///
+    /// # Errors
+    /// As [`extent`](Memory::extent), and [`EngineError::Cancelled`] once `is_cancelled` has
+    /// returned `true`.
+    fn extent_unless(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Arc<dyn Extent>, EngineError> {
+        let _ = is_cancelled;
+        self.extent(offset, len)
+    }
+
     /// Begins an extent of this memory, which is not frozen. [`append`](Memory::append) writes its
     /// bytes, from the first to the last, and others can read them from then on. Any other write to
     /// the range, and another extent that begins in it, withdraws the extent: it ends, or keeps its
@@ -176,6 +193,12 @@ pub trait Memory: Send + Sync + Any {
     /// it is dropped.
     fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
         drop(lease);
+    }
+
+    /// The mappings of the process that this memory for weights takes at most from now on besides
+    /// its first one: no more than [`weight_mappings`](crate::Engine::weight_mappings).
+    fn max_mappings(&self) -> usize {
+        MAX_COPIES
     }
 
     /// Charges `account` for the engine's memory that this memory takes from now on besides its
