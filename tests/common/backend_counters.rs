@@ -1,4 +1,5 @@
-//! Variables of a changed backend of ggml (`changed_backend.rs`) that count.
+//! Variables of a changed backend of ggml (`changed_backend.rs`).
+#![allow(dead_code)] // each test binary uses a part of this module
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -19,5 +20,19 @@ pub(crate) fn counters<const N: usize>(path: &Path, name: &CStr) -> Option<[i32;
         let found = libc::dlsym(library, name.as_ptr());
         assert!(!found.is_null(), "{name:?}");
         Some(*found.cast::<[i32; N]>())
+    }
+}
+
+/// Sets the variable `name`, an `int`, of the backend at `path`, which is loaded.
+pub(crate) fn set(path: &Path, name: &CStr, value: i32) {
+    let path = CString::new(path.as_os_str().as_bytes()).expect("no zero byte");
+    // SAFETY: the library is loaded and never unloaded. The variable is one `int` of the backend,
+    // which the test does not call meanwhile.
+    unsafe {
+        let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        assert!(!library.is_null(), "the backend is loaded");
+        let found = libc::dlsym(library, name.as_ptr());
+        assert!(!found.is_null(), "{name:?}");
+        *found.cast::<i32>() = value;
     }
 }

@@ -37,6 +37,41 @@ static size_t row_padding(const struct ggml_tensor *tensor) {
     return READS_ROWS && !is_whole ? ggml_row_size(tensor->type, 512 - tensor->ne[0] % 512) : 0;
 }
 
+// Whether the driver refuses buffers.
+int refuses;
+
+// KiB of all calls that clear memory.
+int cleared_kib;
+
+static void (*real_clear)(ggml_backend_buffer_t, uint8_t);
+static void (*real_memset)(ggml_backend_buffer_t, struct ggml_tensor *, uint8_t, size_t, size_t);
+
+static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    cleared_kib += buffer->size / 1024;
+    real_clear(buffer, value);
+}
+
+static void memset_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor, uint8_t value,
+                          size_t offset, size_t size) {
+    cleared_kib += size / 1024;
+    real_memset(buffer, tensor, value, offset, size);
+}
+
+static ggml_backend_buffer_t (*real_alloc)(ggml_backend_buffer_type_t, size_t);
+
+// As the memory of a GPU, a new buffer has the bytes of whoever had it before.
+static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t buffer = refuses ? NULL : real_alloc(buft, size);
+    if (buffer && OLD_BYTES) {
+        memset(buffer->iface.get_base(buffer), 0xa5, size);
+        real_clear = buffer->iface.clear;
+        real_memset = buffer->iface.memset_tensor;
+        buffer->iface.clear = clear;
+        buffer->iface.memset_tensor = memset_tensor;
+    }
+    return buffer;
+}
+
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const struct ggml_tensor *tensor) {
     return ggml_nbytes(tensor) + (is_greedy(tensor) ? 4 : 0) + row_padding(tensor);
 }
@@ -187,7 +222,11 @@ static enum ggml_status count(ggml_backend_t backend, struct ggml_cgraph *graph)
     return fail(backend, graph);
 }
 
+// The backends that were made.
+int made;
+
 static ggml_backend_t init(ggml_backend_dev_t dev, const char *params) {
+    made++;
     ggml_backend_t backend = init_backend(dev, params);
     backend->device = dev;
     real_compute = backend->iface.graph_compute;
@@ -204,6 +243,8 @@ static ggml_backend_dev_t get_device(ggml_backend_reg_t r, size_t index) {
     return &devices[index];
 }
 
+static const char *get_device_name(ggml_backend_dev_t dev) { return DEVICE_NAME; }
+
 static const char *get_second_name(ggml_backend_dev_t dev) { return "second"; }
 
 ggml_backend_reg_t ggml_backend_init(void) {
@@ -216,6 +257,9 @@ ggml_backend_reg_t ggml_backend_init(void) {
     devices[0].iface.init_backend = init;
     buffer_type = *devices[0].iface.get_buffer_type(&devices[0]);
     buffer_type.iface.get_alloc_size = get_alloc_size;
+    real_alloc = buffer_type.iface.alloc_buffer;
+    buffer_type.iface.alloc_buffer = alloc_buffer;
+    devices[0].iface.get_name = get_device_name;
     devices[0].iface.get_buffer_type = get_buffer_type;
     devices[0].iface.get_type = get_type;
     real_memory = devices[0].iface.get_memory;
@@ -261,6 +305,11 @@ pub(crate) struct Changes<'a> {
     pub(crate) kind: &'a str,
     /// The name of the backend.
     pub(crate) name: &'a str,
+    /// The name of the first device. The library counts the backends that it makes in `made`.
+    pub(crate) device_name: &'a str,
+    /// Whether new buffers have old bytes instead of zeros. The library counts the KiB that are
+    /// cleared in `cleared_kib`, and refuses buffers while `refuses` is not 0.
+    pub(crate) old_bytes: bool,
 }
 
 impl Default for Changes<'_> {
@@ -277,6 +326,8 @@ impl Default for Changes<'_> {
             devices: 1,
             kind: "GGML_BACKEND_DEVICE_TYPE_CPU",
             name: "CPU",
+            device_name: "CPU",
+            old_bytes: false,
         }
     }
 }
@@ -307,6 +358,8 @@ pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>
             format!("-DDEVICES={}", changes.devices),
             format!("-DTYPE={}", changes.kind),
             format!("-DNAME=\"{}\"", changes.name),
+            format!("-DDEVICE_NAME=\"{}\"", changes.device_name),
+            format!("-DOLD_BYTES={}", u8::from(changes.old_bytes)),
         ])
         .arg(format!(
             "-DREAL=\"{}\"",
