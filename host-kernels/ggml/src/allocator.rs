@@ -33,7 +33,10 @@ pub(crate) struct Allocator {
     /// The most bytes that buffers may have together.
     total: u64,
     used: AtomicU64,
-    /// Whether a buffer was freed since [`has_freed`](Allocator::has_freed) was called.
+    /// Whether the memory is the host's.
+    is_host: bool,
+    /// Whether a buffer that a graph has used was freed since
+    /// [`has_freed`](Allocator::has_freed) was called.
     has_freed: AtomicBool,
 }
 
@@ -48,6 +51,13 @@ unsafe impl Sync for Allocator {}
 pub(crate) fn allocation_size(size: u64) -> u64 {
     size.saturating_add(SLACK).next_multiple_of(4096)
 }
+
+/// What the driver of a GPU rounds an allocation up to, as far as this engine counts: the unit of
+/// CUDA's physical memory (`CU_MEM_ALLOC_GRANULARITY_MINIMUM`).
+const GPU_UNIT: u64 = 2 << 20;
+
+/// What the host rounds an allocation up to: a page.
+const HOST_UNIT: u64 = 4096;
 
 /// The free and the total bytes of a device by its driver (`get_memory`). 0: it does not know.
 ///
@@ -67,7 +77,7 @@ pub(crate) unsafe fn memory_of(device: NonNull<abi::ggml_backend_device>) -> (u6
 
 impl Allocator {
     /// `total`: the most bytes that buffers may have together. `device`: the device, if its driver
-    /// knows how much memory is free.
+    /// knows how much memory is free. `is_host`: the memory is the host's.
     ///
     /// # Safety
     /// The buffer type and the device must be objects of the library of `functions`.
@@ -76,6 +86,7 @@ impl Allocator {
         buft: abi::ggml_backend_buffer_type_t,
         device: Option<NonNull<abi::ggml_backend_device>>,
         total: u64,
+        is_host: bool,
     ) -> Allocator {
         Allocator {
             functions,
@@ -83,13 +94,55 @@ impl Allocator {
             device,
             total,
             used: AtomicU64::new(0),
+            is_host,
             has_freed: AtomicBool::new(false),
         }
     }
 
-    /// Whether a buffer was freed since the last call.
+    /// A buffer was freed in which a graph had tensors.
+    pub(crate) fn freed_used(&self) {
+        self.has_freed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a buffer that a graph has used was freed since the last call.
     pub(crate) fn has_freed(&self) -> bool {
         self.has_freed.swap(false, Ordering::Relaxed)
+    }
+
+    /// Whether the memory is the host's.
+    pub(crate) fn is_host(&self) -> bool {
+        self.is_host
+    }
+
+    fn unit(&self) -> u64 {
+        match self.is_host {
+            true => HOST_UNIT,
+            false => GPU_UNIT,
+        }
+    }
+
+    /// The bytes that the buffer of a segment takes of the device, with `size` bytes of its own: the
+    /// driver rounds them up.
+    pub(crate) fn segment_bytes(&self, size: u64) -> u64 {
+        allocation_size(size).next_multiple_of(self.unit())
+    }
+
+    /// The size of the largest buffer that takes no more than one of `size` bytes.
+    pub(crate) fn largest_alike(&self, size: u64) -> u64 {
+        self.segment_bytes(size) - SLACK
+    }
+
+    /// What the buffer of a segment takes besides its size, at most.
+    pub(crate) fn max_besides(&self) -> u64 {
+        SLACK + self.unit()
+    }
+
+    /// The least extent: a smaller one would take more memory besides than it has bytes.
+    pub(crate) fn min_extent(&self) -> u64 {
+        match self.is_host {
+            true => 1,
+            false => GPU_UNIT,
+        }
     }
 
     /// The bytes that the backend wants for a tensor (`ggml_backend_buft_get_alloc_size`).
@@ -138,7 +191,6 @@ impl Allocator {
     pub(crate) unsafe fn free_buffer(&self, buffer: NonNull<abi::ggml_backend_buffer>) {
         // SAFETY: the contract of this function.
         unsafe { (self.functions.buffer_free)(buffer.as_ptr()) };
-        self.has_freed.store(true, Ordering::Relaxed);
     }
 
     /// Why a buffer of `size` bytes cannot be allocated.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vgpu_engine::EngineError;
@@ -30,8 +31,17 @@ pub(crate) struct DeviceBuffer {
     /// A tensor with all bytes, which every other tensor in this buffer is a view of.
     whole: Box<abi::ggml_tensor>,
     size: u64,
+    /// Whether a graph of the backend has tensors here.
+    is_used: AtomicBool,
     /// Given back after the buffer, as fields are dropped.
     reserved: Mutex<Reservation>,
+}
+
+/// A buffer that cannot be allocated.
+pub(crate) struct Refused {
+    pub(crate) error: EngineError,
+    /// What was reserved for it.
+    pub(crate) reserved: Reservation,
 }
 
 // SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
@@ -53,49 +63,76 @@ impl DeviceBuffer {
     ) -> Result<DeviceBuffer, EngineError> {
         let reserved = allocator.reserve(allocation_size(size));
         let reserved = reserved.ok_or_else(|| allocator.refusal(size))?;
-        DeviceBuffer::with_reserved(allocator, size, reserved)
+        let buffer = DeviceBuffer::with_reserved(allocator, size, reserved);
+        let buffer = buffer.map_err(|refused| refused.error)?;
+        buffer.clear()?;
+        Ok(buffer)
     }
 
-    /// A zeroed buffer of `size` bytes, for which `reserved` are reserved.
+    /// A buffer of `size` bytes, for which `reserved` are reserved. The caller clears or writes its
+    /// bytes before anybody reads them: they may be those of another guest. Behind them are zeros.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`].
+    /// [`EngineError::OutOfMemory`], with the reservation.
     pub(crate) fn with_reserved(
         allocator: &Arc<Allocator>,
         size: u64,
         reserved: Reservation,
-    ) -> Result<DeviceBuffer, EngineError> {
+    ) -> Result<DeviceBuffer, Refused> {
         let wanted = allocation_size(size);
         let buffer = match wanted > allocator.max_buffer() {
             true => None,
             false => allocator.alloc_buffer(wanted),
         };
-        let buffer = buffer.ok_or_else(|| allocator.refusal(size))?;
-        // SAFETY: the buffer is new, and its table is that of the backend. `get_base` and `clear`
-        // are not optional; a missing one is answered below.
+        let Some(buffer) = buffer else {
+            let error = allocator.refusal(size);
+            return Err(Refused { error, reserved });
+        };
+        // SAFETY: the buffer is new, and its table is that of the backend. `get_base` is not
+        // optional; a missing one is answered below.
         let base = unsafe {
-            let iface = &buffer.as_ref().iface;
-            match (iface.get_base, iface.clear) {
-                (Some(get_base), Some(clear)) => {
-                    clear(buffer.as_ptr(), 0);
-                    get_base(buffer.as_ptr())
-                }
-                _ => ptr::null_mut(),
-            }
+            let get_base = { buffer.as_ref() }.iface.get_base;
+            get_base.map_or(ptr::null_mut(), |get_base| get_base(buffer.as_ptr()))
         };
         let memory = DeviceBuffer {
             whole: Box::new(tensors::whole(buffer, base, wanted)),
             allocator: Arc::clone(allocator),
             buffer,
             size,
+            is_used: AtomicBool::new(false),
             reserved: Mutex::new(reserved),
         };
-        match base.is_null() {
-            true => Err(EngineError::Device {
-                message: "a buffer of the backend has no address".to_owned(),
-            }),
-            false => Ok(memory),
+        let outcome = match base.is_null() {
+            true => Err(DeviceBuffer::lacks("get_base")),
+            false => memory.fill_inside(size..wanted, 0),
+        };
+        match outcome {
+            Ok(()) => Ok(memory),
+            Err(error) => {
+                let reserved = memory.take_reservation();
+                Err(Refused { error, reserved })
+            }
         }
+    }
+
+    /// Sets all bytes to zero.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] for a backend without the function.
+    fn clear(&self) -> Result<(), EngineError> {
+        // SAFETY: the buffer exists, and `clear` is the function of its own table.
+        unsafe {
+            let clear = { self.buffer.as_ref() }.iface.clear;
+            let clear = clear.ok_or_else(|| DeviceBuffer::lacks("clear"))?;
+            clear(self.buffer.as_ptr(), 0);
+        }
+        Ok(())
+    }
+
+    /// A graph of the backend has tensors in this buffer.
+    pub(crate) fn mark_used(&self) {
+        // Relaxed: whoever drops the buffer has seen the end of the graph's plan.
+        self.is_used.store(true, Ordering::Relaxed);
     }
 
     /// The tensor with all bytes of the buffer, valid as long as the buffer.
@@ -140,6 +177,16 @@ impl DeviceBuffer {
     /// function.
     pub(crate) fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
         self.check(offset, data.len() as u64)?;
+        self.write_inside(offset, data)
+    }
+
+    /// Writes `data` at `offset`, inside of the allocation.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`], and [`EngineError::Device`] for a backend without the
+    /// function.
+    fn write_inside(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        vgpu_engine::check_range(offset, data.len() as u64, allocation_size(self.size))?;
         if data.is_empty() {
             return Ok(());
         }
@@ -186,19 +233,29 @@ impl DeviceBuffer {
     /// As [`write`](DeviceBuffer::write).
     pub(crate) fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
         self.check(offset, len)?;
+        self.fill_inside(offset..offset + len, value)
+    }
+
+    /// Sets the bytes of `range`, inside of the allocation, to `value`.
+    ///
+    /// # Errors
+    /// As [`write_inside`](DeviceBuffer::write_inside).
+    fn fill_inside(&self, range: Range<u64>, value: u8) -> Result<(), EngineError> {
+        let Range { start: offset, end } = range;
+        let len = end.saturating_sub(offset);
+        vgpu_engine::check_range(offset, len, allocation_size(self.size))?;
         if len == 0 {
             return Ok(());
         }
         // SAFETY: the buffer exists, and the range lies inside `whole` (checked above).
         let memset = unsafe { self.buffer.as_ref() }.iface.memset_tensor;
-        let end = offset + len;
         // A slot that some backends leave empty.
         let words = memset.map_or(offset..offset, |_| whole_words(offset..end));
         for part in [offset..words.start, words.end..end] {
             let bytes = vec![value; CHUNK.min((part.end - part.start) as usize)];
             for at in part.clone().step_by(CHUNK) {
                 let bytes = &bytes[..CHUNK.min((part.end - at) as usize)];
-                self.write(at, Bytes::from(bytes))?;
+                self.write_inside(at, Bytes::from(bytes))?;
             }
         }
         if let (Some(memset), false) = (memset, words.is_empty()) {
@@ -222,6 +279,9 @@ impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         // SAFETY: the object owns the buffer. Plans keep their buffers alive, so nothing uses it.
         unsafe { self.allocator.free_buffer(self.buffer) };
+        if *self.is_used.get_mut() {
+            self.allocator.freed_used();
+        }
     }
 }
 

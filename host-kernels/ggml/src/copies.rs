@@ -252,6 +252,11 @@ impl WeightCopies {
         let _ = self.account.set(account);
     }
 
+    /// Who is charged for copies.
+    pub(crate) fn account(&self) -> Option<Arc<dyn CopyAccount>> {
+        self.account.get().cloned()
+    }
+
     /// The copy of these weights, if there is one.
     pub(crate) fn find(&self, key: &Key) -> Option<Arc<HeldCopy>> {
         lock(&self.copies).present.get(key).cloned()

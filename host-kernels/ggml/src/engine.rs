@@ -23,6 +23,7 @@ use crate::pace::Paces;
 use crate::placement::{Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
 use crate::repack::Layouts;
+use crate::segments::max_mappings;
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
 const MAX_NODE_TIME: Duration = Duration::from_secs(60);
@@ -47,8 +48,7 @@ pub struct BackendOptions<'a> {
     /// Whether products read copies of weights in layouts for which the backend has faster kernels,
     /// if it has any.
     pub repacks: bool,
-    /// Whether guests with the same weights hold them once. What the segments of hostile guests
-    /// take besides their bytes is not bounded yet.
+    /// Whether guests with the same weights hold them once.
     pub shares_weights: bool,
 }
 
@@ -157,7 +157,7 @@ impl GgmlEngine {
         let total = memory.map_or(total, |memory| memory.min(total));
         let gpu = (!is_cpu && known > 0).then_some(found);
         // SAFETY: both objects are the library's.
-        let allocator = unsafe { Allocator::new(library.functions(), buft, gpu, total) };
+        let allocator = unsafe { Allocator::new(library.functions(), buft, gpu, total, is_cpu) };
         let allocator = Arc::new(allocator);
         let speed = match is_cpu {
             true => fallback.speed(),
@@ -275,12 +275,20 @@ impl Engine for GgmlEngine {
         Ok(new.map(|new| Arc::new(new) as Arc<dyn Memory>))
     }
 
+    fn weight_mappings(&self, size: u64) -> usize {
+        match self.device.is_cpu {
+            true => max_mappings(&self.allocator, size),
+            // Buffers of a GPU's memory are no mappings of the process.
+            false => 0,
+        }
+    }
+
     fn fatal_error(&self) -> Option<String> {
         self.device.failures.reason()
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
-        compile_bytes(counts)
+        compile_bytes(counts, self.shares_weights)
     }
 
     fn compile(

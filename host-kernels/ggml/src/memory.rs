@@ -48,8 +48,9 @@ impl GgmlMemory {
         })
     }
 
-    /// Zeroed memory for weights, which takes over the bytes of `instead` in `allocator`. `None`
-    /// if `instead` is such memory.
+    /// Zeroed memory for weights, which takes over the bytes of `instead` in `allocator`. Who pays
+    /// for the copies of `instead` pays for what the memory takes besides. `None` if `instead` is
+    /// such memory, or too small for weights that are shared.
     ///
     /// # Errors
     /// [`EngineError::ForeignMemory`] if `instead` is memory of another engine, and
@@ -62,8 +63,9 @@ impl GgmlMemory {
         let Storage::Whole(buffer) = &instead.storage else {
             return Ok(None);
         };
-        Ok(Some(GgmlMemory {
-            storage: Storage::Segments(SegmentedMemory::new(buffer)?),
+        let segments = SegmentedMemory::new(buffer, instead.copies.account())?;
+        Ok(segments.map(|segments| GgmlMemory {
+            storage: Storage::Segments(segments),
             copies: WeightCopies::new(allocator, buffer.size()),
             is_host: instead.is_host,
         }))
@@ -185,13 +187,22 @@ impl Memory for GgmlMemory {
     }
 
     fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
-        self.segments()?.extent(offset, len)
+        self.extent_unless(offset, len, &|| false)
+    }
+
+    fn extent_unless(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Arc<dyn Extent>, EngineError> {
+        self.segments()?.extent(offset, len, is_cancelled)
     }
 
     fn begin_extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
-        let segments = self.segments()?;
+        let extent = self.segments()?.begin_extent(offset, len)?;
         self.copies.written(offset, len);
-        segments.begin_extent(offset, len)
+        Ok(extent)
     }
 
     fn append(&self, extent: &Arc<dyn Extent>, data: Bytes<'_>) -> Result<(), EngineError> {
@@ -232,14 +243,24 @@ impl Memory for GgmlMemory {
         extent: &Arc<dyn Extent>,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<u64, EngineError> {
-        let segments = self.segments()?;
-        // Also of the same bytes: others may have copies of what is attached.
-        self.copies.written(offset, extent.size());
-        segments.attach(offset, extent, is_cancelled)
+        let attached = self.segments()?.attach(offset, extent, is_cancelled);
+        // Also of the same bytes: others may have copies of what is attached. An attachment that
+        // has failed may have written some.
+        if { attached.as_ref() }.map_or(true, |attached| attached.has_changed) {
+            self.copies.written(offset, extent.size());
+        }
+        Ok(attached?.shared)
     }
 
     fn is_unmodified(&self) -> bool {
         self.segments().is_ok_and(SegmentedMemory::is_unmodified)
+    }
+
+    fn max_mappings(&self) -> usize {
+        match &self.storage {
+            Storage::Segments(segments) if self.is_host => segments.max_mappings(),
+            Storage::Segments(_) | Storage::Whole(_) => 0,
+        }
     }
 
     fn charge_copies(&self, account: Arc<dyn CopyAccount>) {

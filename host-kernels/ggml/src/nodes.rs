@@ -153,7 +153,7 @@ impl<'a> Source<'a> {
             return None;
         }
         // SAFETY: the contract of this function.
-        let mut dst = unsafe { self.located.view(node.dst, to) };
+        let mut dst = unsafe { self.located.view(node.dst, to) }?;
         let mut sources: Vec<*mut abi::ggml_tensor> = { node.src.as_slice().iter() }
             .map(|source| source.map_or(std::ptr::null_mut(), |index| present.get(graph, index)))
             .collect();

@@ -1,6 +1,7 @@
 //! A compiled graph: nodes for the device, and between them single nodes for another engine.
 
 use std::ops::Range;
+use std::ptr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -15,12 +16,13 @@ use vgpu_transport::lock::lock;
 
 use crate::device::BackendDevice;
 use crate::flight::{Flight, Landing};
-use crate::located::{Located, is_current};
+use crate::located::{BYTES_OF_BUFFER, BYTES_OF_TENSOR, Located, Place, is_current};
 use crate::memory::GgmlMemory;
 use crate::nodes::{Encoded, Present, Source};
 use crate::pace::{Growth, Known, Pace, Piece};
 use crate::repack::{Product, RepackedSource};
 use crate::room::Room;
+use crate::segments::BYTES_TO_MOVE;
 use crate::tensors::{Arena, Graph, numbers};
 
 /// The most tensors of a node: its result and its sources.
@@ -68,12 +70,11 @@ pub(crate) struct GgmlPlan {
 // keeps alive. No other object has these pointers, so that they move with the plan.
 unsafe impl Send for GgmlPlan {}
 
-/// The bytes that `compile` allocates for so many tensors and nodes, at most.
-/// [`GgmlPlan::allocate`] allocates the copies of nodes that the device lacks.
-pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
+/// The bytes that `compile` allocates for so many tensors and nodes, at most, on an engine that
+/// shares weights or does not. [`GgmlPlan::allocate`] allocates the copies of nodes that the device
+/// lacks.
+pub(crate) fn compile_bytes(counts: &GraphCounts, shares_weights: bool) -> u64 {
     let tensor = size_of::<abi::ggml_tensor>() + 64;
-    // Where a tensor is, and to find that out: the bytes that the graph uses.
-    let located = 256;
     // A node of the device has a tensor of its own and, if it is a copy, another, and may be
     // followed by a copy. Each of both has up to one graph; a place, an estimate and a measurement;
     // and what ggml knows of its uses. A node of another engine has a graph of its own.
@@ -85,8 +86,10 @@ pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
         + 2 * size_of::<Node>()
         + 8 * ALLOCATION_BYTES;
     let node = 2 * (size_of::<Split>() + size_of::<RepackedSource>()) + of_device.max(planned);
-    let all = counts.tensors * (tensor + 16 + located) + counts.nodes * node + counts.buffers * 128;
-    (all + size_of::<GgmlPlan>() + 256) as u64
+    let tensors = counts.tensors * (tensor + 16 + BYTES_OF_TENSOR);
+    let all = tensors + counts.nodes * node + counts.buffers * (128 + BYTES_OF_BUFFER);
+    let moved = if shares_weights { BYTES_TO_MOVE } else { 0 };
+    (all + moved + size_of::<GgmlPlan>() + 256) as u64
 }
 
 impl GgmlPlan {
@@ -114,7 +117,8 @@ impl GgmlPlan {
         for (index, tensor) in (0..).zip(&graph.tensors) {
             // SAFETY: nobody changes the memory of the graph meanwhile (the contract of `Memory`),
             // so the places are right, and `buffers` keeps it alive.
-            present.add(arena.keep(unsafe { located.view(index, tensor) }));
+            let view = unsafe { located.view(index, tensor) };
+            present.add(view.map_or(ptr::null_mut(), |view| arena.keep(view)));
         }
         let (mut splits, mut nodes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
         let (mut places, mut estimates) = (Vec::new(), Vec::new());
@@ -162,7 +166,7 @@ impl GgmlPlan {
                             node,
                             made: result,
                             copies: memory.copies(),
-                            shared: { located.place(index).segment() }
+                            shared: { located.place(index).and_then(Place::segment) }
                                 .map(|(extent, offset)| (extent.copies(), offset)),
                         };
                         // SAFETY: the node and its sources are tensors of the arena, which no

@@ -59,6 +59,7 @@ impl Room {
             return Ok(());
         }
         let memory = DeviceBuffer::alloc(allocator, self.bytes)?;
+        memory.mark_used();
         for &result in &self.results {
             // SAFETY: the tensor of all bytes lives as long as the memory, and the results are
             // valid and not accessed: this function's contract.

@@ -8,48 +8,76 @@
 //! A segment that several memories hold does not change. Memory that writes to it gets a copy in
 //! its place.
 //!
-//! Until the memory is frozen, the [`Allocator`]'s bytes for what has no segment are reserved.
+//! Until the memory is frozen, the [`Allocator`]'s bytes for what has no segment are reserved, and
+//! so is what the buffers of segments take besides, of which there are [`max_slots`] at most: a
+//! write to memory that is not shared needs nothing that others could take. The guest is charged
+//! for both.
+//!
+//! Bytes of a segment that were never written are not cleared before somebody needs them: they may
+//! be those of another guest, and nobody reads them.
 
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::iter::once;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use vgpu_engine::{EngineError, Extent, check_range};
+use vgpu_engine::{CopyAccount, EngineError, Extent, check_range};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::{self, Guard, LockRank, lock_at};
+use vgpu_transport::lock::{self, Guard, LockRank, lock, lock_at};
 
-use crate::allocator::{Allocator, Reservation, allocation_size};
-use crate::buffer::DeviceBuffer;
+use crate::allocator::{Allocator, Reservation};
+use crate::buffer::{DeviceBuffer, Refused};
 use crate::copies::SharedCopies;
 
-/// The alignment of tensors. A segment begins at a multiple of it in its memory, or is moved before
-/// a plan uses it, so that tensors are aligned as in one buffer.
+/// The alignment of tensors. The places of a segment in its buffer and in its memory are equal
+/// modulo this, or the segment is moved before a plan uses it: tensors are aligned as they are in
+/// one buffer.
 const ALIGN: u64 = 256;
 
-/// The segments of a memory from which on a write fills whole gaps, and no extent begins.
-const MAX_SEGMENTS: usize = 4096;
+/// The most segments and gaps of a memory of the host: segments are memory mappings of the process.
+const MAX_SLOTS_ON_HOST: u64 = 2048;
+
+/// The same on a GPU, whose driver may limit the number of allocations (Vulkan: 4,096 or more).
+const MAX_SLOTS_ON_GPU: u64 = 1024;
+
+/// Further segments and gaps of a memory once it is frozen.
+const SLOTS_OF_FROZEN: u64 = 16;
 
 /// Bytes that are copied at a time.
-const CHUNK: usize = 1 << 20;
+const CHUNK: u64 = 1 << 20;
 
-/// Chunks that are copied between two questions whether the copy is cancelled: 4 MiB.
-const CHUNKS_AT_ONCE: usize = 4;
+/// Bytes that are copied or cleared between two questions whether that is cancelled.
+const QUESTION: u64 = 4 << 20;
+
+/// Ranges of a graph between two such questions.
+const RANGES_AT_ONCE: usize = 4096;
 
 /// Zeros to read at a time.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// The bytes that are reserved for what the buffers of segments take besides their segments.
-fn spare(size: u64) -> u64 {
-    size / 256 + (64 << 10)
+/// The bytes of host memory for the objects of a segment at most.
+const OBJECTS: usize = 1024;
+
+/// The bytes of host memory that a compilation takes for moving weights, however many tensors it
+/// has: a chunk, and the segments with what says where they are.
+pub(crate) const BYTES_TO_MOVE: usize =
+    CHUNK as usize + MAX_SLOTS_ON_HOST as usize * (OBJECTS + 4 * size_of::<Range<u64>>());
+
+/// How many segments a memory of `size` bytes has at most, together with the gaps between them. As
+/// many as models of this size have tensors; on a GPU as many as models of some GiB have.
+fn max_slots(allocator: &Allocator, size: u64) -> u64 {
+    match allocator.is_host() {
+        true => (32 + size / (256 << 10)).min(MAX_SLOTS_ON_HOST),
+        false => (4 + size / (12 << 20)).min(MAX_SLOTS_ON_GPU),
+    }
 }
 
-/// What the buffers of segments take besides their segments from which on a write fills whole gaps,
-/// and no extent begins. As many extents as fit, of at least 64 KiB, take less.
-fn max_overhead(size: u64) -> u64 {
-    size / 8 + (64 << 10)
+/// The memory mappings of the process that the segments of a memory of the host with `size` bytes
+/// take at most.
+pub(crate) fn max_mappings(allocator: &Allocator, size: u64) -> usize {
+    max_slots(allocator, size) as usize
 }
 
 /// The rank of the segments of a memory. Copies are made under this lock, and the executor is asked
@@ -63,34 +91,131 @@ impl LockRank for SegmentsRank {
     }
 }
 
-/// A segment, which several memories can hold.
+/// Asks whether work is cancelled, after each [`QUESTION`] bytes.
+pub(crate) struct Progress<'a> {
+    is_cancelled: &'a dyn Fn() -> bool,
+    bytes: u64,
+}
+
+impl Progress<'_> {
+    pub(crate) fn new(is_cancelled: &dyn Fn() -> bool) -> Progress<'_> {
+        Progress {
+            is_cancelled,
+            bytes: 0,
+        }
+    }
+
+    /// # Errors
+    /// [`EngineError::Cancelled`].
+    fn check(&self) -> Result<(), EngineError> {
+        match (self.is_cancelled)() {
+            true => Err(EngineError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// So many bytes are done.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`].
+    fn done(&mut self, bytes: u64) -> Result<(), EngineError> {
+        self.bytes += bytes;
+        if self.bytes < QUESTION {
+            return Ok(());
+        }
+        self.bytes = 0;
+        self.check()
+    }
+}
+
+/// The parts of a range of at most [`CHUNK`] bytes.
+fn chunks(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let end = range.end;
+    { range.clone().step_by(CHUNK as usize) }.map(move |at| at..end.min(at + CHUNK))
+}
+
+/// The buffer of a segment, which several memories can hold.
 pub(crate) struct GgmlExtent {
-    buffer: Arc<DeviceBuffer>,
+    buffer: DeviceBuffer,
     /// The first byte in the memory that has made it.
     made_at: u64,
+    /// The bytes of the buffer from this one on were never written. They are undefined unless they
+    /// are cleared, and stand for zeros.
     filled: AtomicU64,
+    is_cleared: AtomicBool,
     copies: SharedCopies,
 }
 
 impl GgmlExtent {
-    /// A segment of which so many bytes are there.
-    fn new(buffer: Arc<DeviceBuffer>, made_at: u64, filled: u64) -> Arc<GgmlExtent> {
-        Arc::new(GgmlExtent {
+    /// A new buffer, in which the bytes before `filled` are there.
+    fn new(buffer: DeviceBuffer, made_at: u64, filled: u64) -> GgmlExtent {
+        GgmlExtent {
             buffer,
             made_at,
             filled: AtomicU64::new(filled),
+            is_cleared: AtomicBool::new(false),
             copies: SharedCopies::default(),
-        })
+        }
+    }
+
+    /// The same bytes, which are no extent any more: weak references and copies end.
+    fn withdrawn(self, made_at: u64) -> GgmlExtent {
+        GgmlExtent {
+            made_at,
+            copies: SharedCopies::default(),
+            ..self
+        }
     }
 
     /// Where the bytes are.
-    pub(crate) fn buffer(&self) -> &Arc<DeviceBuffer> {
+    pub(crate) fn buffer(&self) -> &DeviceBuffer {
         &self.buffer
     }
 
     /// The copies of its weights in other layouts.
     pub(crate) fn copies(&self) -> &SharedCopies {
         &self.copies
+    }
+
+    /// The bytes before this one are there. Pairs with the acquire in `filled`.
+    fn fill_up_to(&self, end: u64) {
+        self.filled.fetch_max(end, Ordering::Release);
+    }
+
+    /// Clears the bytes before `end` that were never written, in a segment that no one else has.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`], and [`EngineError`] of the device. The bytes that are cleared
+    /// then need not be cleared again.
+    fn clear_up_to(&self, end: u64, progress: &mut Progress<'_>) -> Result<(), EngineError> {
+        // Relaxed: changed under the lock of the only memory that has the segment.
+        if !self.is_cleared.load(Ordering::Relaxed) {
+            for part in chunks(&(self.filled()..end)) {
+                self.buffer.fill(part.start, part.end - part.start, 0)?;
+                self.fill_up_to(part.end);
+                progress.done(part.end - part.start)?;
+            }
+        }
+        self.fill_up_to(end);
+        Ok(())
+    }
+
+    /// Clears the bytes that were never written, for a graph that reads them. Others may read those
+    /// that are there meanwhile.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`], and [`EngineError`] of the device.
+    fn clear(&self, progress: &mut Progress<'_>) -> Result<(), EngineError> {
+        let rest = self.filled()..self.size();
+        if rest.is_empty() || self.is_cleared.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        for part in chunks(&rest) {
+            self.buffer.fill(part.start, part.end - part.start, 0)?;
+            progress.done(part.end - part.start)?;
+        }
+        self.is_cleared.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -100,7 +225,7 @@ impl Extent for GgmlExtent {
     }
 
     fn filled(&self) -> u64 {
-        // Pairs with the release in `append`: the bytes are there.
+        // Pairs with the release in `fill_up_to`: the bytes are there.
         self.filled.load(Ordering::Acquire)
     }
 
@@ -114,36 +239,109 @@ impl Extent for GgmlExtent {
     }
 }
 
+/// A segment of a memory.
+#[derive(Clone)]
+struct HeldSegment {
+    extent: Arc<GgmlExtent>,
+    /// Its first byte in the buffer: 0 if others can hold the segment.
+    lead: u64,
+    /// Its bytes. Behind them, the buffer can have more that belong to nobody.
+    len: u64,
+}
+
+impl HeldSegment {
+    /// An extent.
+    fn whole(extent: Arc<GgmlExtent>) -> HeldSegment {
+        HeldSegment {
+            lead: 0,
+            len: extent.size(),
+            extent,
+        }
+    }
+
+    /// The segment at `start` of its memory in a buffer that has [`lead`] before it.
+    fn new(buffer: DeviceBuffer, start: u64) -> HeldSegment {
+        let lead = lead(start);
+        HeldSegment {
+            lead,
+            len: buffer.size() - lead,
+            extent: Arc::new(GgmlExtent::new(buffer, start, lead)),
+        }
+    }
+
+    /// Whether another memory, or its guest, has it.
+    fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.extent) > 1
+    }
+
+    /// Whether it begins at `start` such that tensors in it are aligned.
+    fn is_aligned(&self, start: u64) -> bool {
+        lead(start) == self.lead
+    }
+
+    /// What its buffer takes of the device.
+    fn taken(&self, allocator: &Allocator) -> u64 {
+        allocator.segment_bytes(self.extent.size())
+    }
+}
+
+/// The place in its buffer of a segment that begins at `start` of its memory.
+fn lead(start: u64) -> u64 {
+    start % ALIGN
+}
+
 /// The segments of a memory by their first byte, disjoint.
 struct Segments {
-    table: BTreeMap<u64, Arc<GgmlExtent>>,
+    table: BTreeMap<u64, HeldSegment>,
+    /// The bytes of the memory.
+    size: u64,
     /// The bytes of all segments.
     bytes: u64,
-    /// What their buffers take besides.
-    overhead: u64,
+    /// What their buffers take of the device.
+    taken: u64,
+    /// How often segments touch each other, the first byte of the memory, and its end.
+    touching: u64,
+    /// How many segments and gaps there are at most.
+    max_slots: u64,
     reserved: Reservation,
     is_frozen: bool,
     /// Whether the bytes were written after the memory was frozen.
     is_modified: bool,
 }
 
-/// What the buffer of a segment of so many bytes takes besides.
-fn overhead(len: u64) -> u64 {
-    allocation_size(len) - len
-}
-
 impl Segments {
-    fn insert(&mut self, start: u64, extent: Arc<GgmlExtent>) {
-        self.bytes += extent.size();
-        self.overhead += overhead(extent.size());
-        self.table.insert(start, extent);
+    /// How often a segment in this place touches others or an end.
+    fn touches(&self, span: &Range<u64>) -> u64 {
+        let before = self.table.range(..span.start).next_back();
+        let before = before.map_or(0, |(start, held)| start + held.len);
+        let behind = self.table.range(span.end..).next();
+        let behind = behind.map_or(self.size, |(&start, _)| start);
+        u64::from(before == span.start) + u64::from(behind == span.end)
     }
 
-    fn remove(&mut self, start: u64) -> Option<Arc<GgmlExtent>> {
-        let extent = self.table.remove(&start)?;
-        self.bytes -= extent.size();
-        self.overhead -= overhead(extent.size());
-        Some(extent)
+    fn insert(&mut self, allocator: &Allocator, start: u64, held: HeldSegment) {
+        self.bytes += held.len;
+        self.taken += held.taken(allocator);
+        self.touching += self.touches(&(start..start + held.len));
+        self.table.insert(start, held);
+    }
+
+    fn remove(&mut self, allocator: &Allocator, start: u64) -> Option<HeldSegment> {
+        let held = self.table.remove(&start)?;
+        self.bytes -= held.len;
+        self.taken -= held.taken(allocator);
+        self.touching -= self.touches(&(start..start + held.len));
+        Some(held)
+    }
+
+    /// How many segments and gaps there are.
+    fn slots(&self) -> u64 {
+        2 * self.table.len() as u64 + 1 - self.touching
+    }
+
+    /// Whether a segment may begin in a gap, which leaves a gap before it and one behind it.
+    fn has_slots(&self) -> bool {
+        self.slots() + 2 <= self.max_slots
     }
 
     /// The spans of the segments with bytes in `range`, in order.
@@ -154,56 +352,86 @@ impl Segments {
         let before = self.table.range(..range.start).next_back();
         { before.into_iter() }
             .chain(self.table.range(range.clone()))
-            .map(|(&start, extent)| start..start + extent.size())
+            .map(|(&start, held)| start..start + held.len)
             .filter(|span| span.end > range.start)
             .collect()
     }
 
-    /// Whether another memory, or its guest, has the segment that begins here.
-    fn is_shared(&self, start: u64) -> bool {
-        let extent = self.table.get(&start);
-        extent.is_some_and(|extent| Arc::strong_count(extent) > 1)
+    /// The gap that has the byte at `at`.
+    fn gap(&self, at: u64) -> Range<u64> {
+        let before = self.table.range(..=at).next_back();
+        let behind = self.table.range(at..).next();
+        before.map_or(0, |(from, held)| from + held.len)
+            ..behind.map_or(self.size, |(&until, _)| until)
     }
 
-    /// Whether so many segments are there that their buffers take too much besides.
-    fn is_crowded(&self, size: u64) -> bool {
-        self.table.len() >= MAX_SEGMENTS || self.overhead > max_overhead(size)
-    }
-
-    /// The parts of `range` that no segment has, each with the whole gap that it lies in, in a
-    /// memory of `size` bytes.
-    fn gaps(&self, range: &Range<u64>, size: u64) -> Vec<(Range<u64>, Range<u64>)> {
+    /// The parts of `range` that no segment has.
+    fn gaps(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut gaps = Vec::new();
         let mut at = range.start;
         let ends = self.meeting(range).into_iter();
         for span in ends.chain(once(range.end..range.end)) {
             if at < span.start {
-                let before = self.table.range(..=at).next_back();
-                let from = before.map_or(0, |(from, extent)| from + extent.size());
-                let behind = self.table.range(at..).next();
-                let until = behind.map_or(size, |(until, _)| *until);
-                gaps.push((at..span.start, from..until));
+                gaps.push(at..span.start);
             }
             at = at.max(span.end);
         }
         gaps
     }
 
-    /// The bytes from an aligned first one to a last one that contain `bytes` and no segment in
-    /// part.
-    fn whole(&self, bytes: &Range<u64>) -> Range<u64> {
-        let met = self.meeting(bytes);
-        let end = met.last().map_or(bytes.end, |last| bytes.end.max(last.end));
-        let mut start = bytes.start;
-        loop {
-            let aligned = start / ALIGN * ALIGN;
-            let met = self.meeting(&(aligned..aligned + 1));
-            let first = met.first().map_or(aligned, |span| span.start.min(aligned));
-            if first == start {
-                return start..end;
+    /// The segment that has all bytes of `range`, with its first byte.
+    fn around(&self, range: &Range<u64>) -> Option<(u64, &HeldSegment)> {
+        let (&start, held) = self.table.range(..=range.start).next_back()?;
+        (start + held.len >= range.end).then_some((start, held))
+    }
+
+    /// The segments that a graph uses: for each of the used ranges, all bytes of the segments there
+    /// and its own, as one if they overlap.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`], and [`EngineError::Cancelled`].
+    fn used(
+        &self,
+        ranges: &UsedRanges,
+        progress: &Progress<'_>,
+    ) -> Result<Vec<UsedSegments>, EngineError> {
+        let mut all: Vec<UsedSegments> = Vec::with_capacity(ranges.0.len());
+        let mut behind = self.table.iter().peekable();
+        // The last segment that begins before the end of the range.
+        let mut last: Option<(u64, &HeldSegment)> = None;
+        for (number, UsedRange { bytes, is_written }) in ranges.0.iter().enumerate() {
+            if number.is_multiple_of(RANGES_AT_ONCE) {
+                progress.check()?;
             }
-            start = first;
+            check_range(bytes.start, bytes.end - bytes.start, self.size)?;
+            let (mut whole, mut met, mut is_fit) = (bytes.clone(), 0, false);
+            let mut meet = |(start, held): (u64, &HeldSegment)| {
+                let end = start + held.len;
+                if end > bytes.start {
+                    met += 1;
+                    whole = whole.start.min(start)..whole.end.max(end);
+                    is_fit = met == 1 && held.is_aligned(start) && whole == (start..end);
+                }
+            };
+            last.into_iter().for_each(&mut meet);
+            while let Some((&start, held)) = behind.next_if(|(start, _)| **start < bytes.end) {
+                last = Some((start, held));
+                meet((start, held));
+            }
+            match all.last_mut() {
+                Some(last) if whole.start < last.bytes.end => {
+                    last.bytes.end = last.bytes.end.max(whole.end);
+                    last.is_written |= is_written;
+                    last.moves |= !is_fit;
+                }
+                _ => all.push(UsedSegments {
+                    bytes: whole,
+                    is_written: *is_written,
+                    moves: !is_fit,
+                }),
+            }
         }
+        Ok(all)
     }
 }
 
@@ -244,9 +472,9 @@ impl UsedRanges {
     }
 }
 
-/// A segment of a memory.
+/// A segment of a memory that a plan uses.
 pub(crate) struct LocatedSegment {
-    /// Its first byte in the memory.
+    /// The place in the memory of the first byte of its buffer.
     pub(crate) start: u64,
     pub(crate) extent: Arc<GgmlExtent>,
 }
@@ -259,6 +487,19 @@ struct UsedSegments {
     moves: bool,
 }
 
+/// The bytes of host memory that [`SegmentedMemory::locate`] takes for each tensor of a graph: the
+/// ranges, which grow and are sorted in place, with their segments, and the results.
+pub(crate) const BYTES_TO_LOCATE: usize =
+    3 * size_of::<UsedRange>() + size_of::<UsedSegments>() + size_of::<LocatedSegment>();
+
+/// Bytes that were attached.
+pub(crate) struct Attached {
+    /// How many of them are shared with the extent.
+    pub(crate) shared: u64,
+    /// Whether the bytes have another place now, or were copied.
+    pub(crate) has_changed: bool,
+}
+
 /// The memory of a buffer for weights.
 pub(crate) struct SegmentedMemory {
     allocator: Arc<Allocator>,
@@ -266,32 +507,66 @@ pub(crate) struct SegmentedMemory {
     /// How often plans that were compiled before became stale.
     changes: AtomicU64,
     state: Mutex<Segments>,
+    /// Who pays for what the buffers of segments take besides.
+    account: Option<Arc<dyn CopyAccount>>,
+    /// Given back after the segments, as fields are dropped.
+    charge: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
 impl SegmentedMemory {
-    /// Zero bytes, as many as `instead` has, whose reservation is taken over.
+    /// Zero bytes, as many as `instead` has, whose reservation is taken over. `account` pays for
+    /// what the buffers of segments take besides. `None` if the memory is too small for an extent.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if there is not enough for what segments take besides their
     /// bytes. `instead` is as before.
-    pub(crate) fn new(instead: &DeviceBuffer) -> Result<SegmentedMemory, EngineError> {
+    pub(crate) fn new(
+        instead: &DeviceBuffer,
+        account: Option<Arc<dyn CopyAccount>>,
+    ) -> Result<Option<SegmentedMemory>, EngineError> {
         let (allocator, size) = (instead.allocator(), instead.size());
-        let more = allocator.reserve(spare(size));
-        let mut reserved = more.ok_or_else(|| allocator.refusal(spare(size)))?;
+        if size < allocator.min_extent() {
+            return Ok(None);
+        }
+        let max_slots = max_slots(allocator, size);
+        let spare = max_slots * max_besides(allocator);
+        let mut reserved = None;
+        let mut reserve = || {
+            reserved = allocator.reserve(spare);
+            match reserved.is_some() {
+                true => Ok(()),
+                false => Err(allocator.refusal(spare)),
+            }
+        };
+        let charge = match &account {
+            Some(account) => Some(account.charge(spare, &mut reserve)?),
+            None => {
+                reserve()?;
+                None
+            }
+        };
+        let mut reserved = reserved.ok_or_else(|| allocator.refusal(spare))?;
         reserved.join(instead.take_reservation());
-        Ok(SegmentedMemory {
+        let surplus = reserved.bytes().saturating_sub(size + spare);
+        drop(reserved.split(surplus));
+        Ok(Some(SegmentedMemory {
             allocator: Arc::clone(allocator),
             size,
             changes: AtomicU64::new(0),
             state: Mutex::new(Segments {
                 table: BTreeMap::new(),
+                size,
                 bytes: 0,
-                overhead: 0,
+                taken: 0,
+                touching: 0,
+                max_slots,
                 reserved,
                 is_frozen: false,
                 is_modified: false,
             }),
-        })
+            account,
+            charge: Mutex::new(charge),
+        }))
     }
 
     fn state(&self) -> Guard<'_, Segments> {
@@ -328,49 +603,76 @@ impl SegmentedMemory {
         }
     }
 
-    /// A zeroed buffer for `len` bytes, of which `own` have no segment, or one that this memory
-    /// gives up: these come from the reservation as far as that goes.
+    /// A buffer of `size` bytes. It comes from the reservation as far as that goes, but for
+    /// `of_others` bytes, which stay where they are as well.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`].
-    fn alloc(&self, state: &mut Segments, len: u64, own: u64) -> Result<DeviceBuffer, EngineError> {
-        let wanted = allocation_size(len);
-        let mut reserved = state.reserved.split(match own == len {
-            true => wanted,
-            false => own,
-        });
-        match self.allocator.reserve(wanted - reserved.bytes()) {
+    /// [`EngineError::OutOfMemory`]. The reservation is as before.
+    fn alloc(
+        &self,
+        state: &mut Segments,
+        size: u64,
+        of_others: u64,
+    ) -> Result<DeviceBuffer, EngineError> {
+        let wanted = self.allocator.segment_bytes(size);
+        let mut reserved = state.reserved.split(wanted.saturating_sub(of_others));
+        let of_reservation = reserved.bytes();
+        match self.allocator.reserve(wanted - of_reservation) {
             Some(more) => reserved.join(more),
             None => {
                 state.reserved.join(reserved);
-                return Err(self.allocator.refusal(len));
+                return Err(self.allocator.refusal(size));
             }
         }
-        DeviceBuffer::with_reserved(&self.allocator, len, reserved)
+        let buffer = DeviceBuffer::with_reserved(&self.allocator, size, reserved);
+        buffer.map_err(|Refused { error, reserved }| {
+            let mut reserved = reserved;
+            state.reserved.join(reserved.split(of_reservation));
+            error
+        })
     }
 
-    /// Frees a buffer, unless others have it. Its reservation is this memory's then.
-    fn free(state: &mut Segments, buffer: Arc<DeviceBuffer>) {
-        if let Ok(buffer) = Arc::try_unwrap(buffer) {
-            let reserved = buffer.take_reservation();
-            drop(buffer);
+    /// A segment for a gap at `bytes`, which nobody has written.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`].
+    fn alloc_segment(
+        &self,
+        state: &mut Segments,
+        bytes: &Range<u64>,
+        of_others: u64,
+    ) -> Result<HeldSegment, EngineError> {
+        let size = lead(bytes.start) + bytes.end - bytes.start;
+        let buffer = self.alloc(state, size, of_others)?;
+        Ok(HeldSegment::new(buffer, bytes.start))
+    }
+
+    fn insert(&self, state: &mut Segments, start: u64, held: HeldSegment) {
+        state.insert(&self.allocator, start, held);
+    }
+
+    /// Frees a segment, unless others have it. Its reservation is this memory's then.
+    fn free(state: &mut Segments, held: HeldSegment) {
+        if let Some(extent) = Arc::into_inner(held.extent) {
+            let reserved = extent.buffer.take_reservation();
+            drop(extent);
             state.reserved.join(reserved);
         }
     }
 
     /// Removes the segment that begins here.
-    fn remove(state: &mut Segments, start: u64) {
-        let extent = state.remove(start).map(Arc::try_unwrap);
-        if let Some(Ok(extent)) = extent {
-            SegmentedMemory::free(state, extent.buffer);
+    fn remove(&self, state: &mut Segments, start: u64) {
+        if let Some(held) = state.remove(&self.allocator, start) {
+            SegmentedMemory::free(state, held);
         }
     }
 
     /// Reserves what the bytes without a segment take, and gives up the rest.
     fn settle(&self, state: &mut Segments) {
+        let most = self.size + state.max_slots * max_besides(&self.allocator);
         let needed = match state.is_frozen {
             true => 0,
-            false => self.size - state.bytes + spare(self.size).saturating_sub(state.overhead),
+            false => most.saturating_sub(state.taken),
         };
         let reserved = state.reserved.bytes();
         if reserved > needed {
@@ -380,8 +682,26 @@ impl SegmentedMemory {
         }
     }
 
+    /// Takes the segment that begins here out of the table, if no one else has it. It is no extent
+    /// any more.
+    fn take_own(&self, state: &mut Segments, start: u64) -> Option<HeldSegment> {
+        let held = state.remove(&self.allocator, start)?;
+        let HeldSegment { extent, lead, len } = held;
+        match Arc::try_unwrap(extent) {
+            Ok(extent) => Some(HeldSegment {
+                extent: Arc::new(extent.withdrawn(start)),
+                lead,
+                len,
+            }),
+            Err(extent) => {
+                self.insert(state, start, HeldSegment { extent, lead, len });
+                None
+            }
+        }
+    }
+
     /// Moves `bytes`, which contain no segment in part, to one segment of this memory alone. If
-    /// that fails, nothing has changed.
+    /// that fails, all bytes are where they were.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`], [`EngineError::Cancelled`], and [`EngineError`] of the device.
@@ -389,40 +709,40 @@ impl SegmentedMemory {
         &self,
         state: &mut Segments,
         bytes: &Range<u64>,
-        is_cancelled: &dyn Fn() -> bool,
+        progress: &mut Progress<'_>,
     ) -> Result<(), EngineError> {
-        if is_cancelled() {
-            return Err(EngineError::Cancelled);
-        }
+        progress.check()?;
         let met = state.meeting(bytes);
-        let shared = met.iter().filter(|span| state.is_shared(span.start));
-        let shared: u64 = shared.map(|span| span.end - span.start).sum();
-        let len = bytes.end - bytes.start;
-        let new = self.alloc(state, len, len - shared);
-        let outcome = new.and_then(|new| {
-            let mut copied = Ok(());
-            for span in &met {
-                if let Some(extent) = state.table.get(&span.start) {
-                    let to = span.start - bytes.start;
-                    copied = copied.and_then(|()| copy(&extent.buffer, &new, to, is_cancelled));
-                }
+        let mut of_others = 0;
+        for span in &met {
+            // From here on, nobody else gets a segment that only this memory has: what it has
+            // reserved is this memory's when it is freed.
+            match self.take_own(state, span.start) {
+                Some(own) => self.insert(state, span.start, own),
+                None => of_others += span.end - span.start,
             }
+        }
+        let new = self.alloc_segment(state, bytes, of_others);
+        let outcome = new.and_then(|new| {
+            let copied = met.iter().try_for_each(|span| {
+                let Some(held) = state.table.get(&span.start) else {
+                    return Ok(());
+                };
+                copy(held, &new, span.start - bytes.start, progress)
+            });
             match copied {
                 Ok(()) => Ok(new),
                 Err(error) => {
-                    SegmentedMemory::free(state, Arc::new(new));
+                    SegmentedMemory::free(state, new);
                     Err(error)
                 }
             }
         });
         let outcome = outcome.map(|new| {
             for span in &met {
-                SegmentedMemory::remove(state, span.start);
+                self.remove(state, span.start);
             }
-            state.insert(
-                bytes.start,
-                GgmlExtent::new(Arc::new(new), bytes.start, len),
-            );
+            self.insert(state, bytes.start, new);
             self.has_changed();
         });
         self.settle(state);
@@ -437,25 +757,35 @@ impl SegmentedMemory {
         &self,
         state: &mut Segments,
         range: &Range<u64>,
-        is_cancelled: &dyn Fn() -> bool,
+        progress: &mut Progress<'_>,
     ) -> Result<(), EngineError> {
         for span in state.meeting(range) {
-            let Some(extent) = state.remove(span.start) else {
-                continue;
-            };
-            match Arc::try_unwrap(extent) {
-                // A segment that is written ends as an extent, and its copies with it.
-                Ok(GgmlExtent { buffer, .. }) => {
-                    let len = span.end - span.start;
-                    state.insert(span.start, GgmlExtent::new(buffer, span.start, len));
-                }
-                Err(extent) => {
-                    state.insert(span.start, extent);
-                    self.gather(state, &span, is_cancelled)?;
-                }
+            // A segment that is written ends as an extent, and its copies with it.
+            match self.take_own(state, span.start) {
+                Some(held) => self.insert(state, span.start, held),
+                None => self.gather(state, &span, progress)?,
             }
         }
         Ok(())
+    }
+
+    /// The bytes for a new segment that has `part` of a gap: the whole gap if there are as many
+    /// segments as there may be. On a GPU also bytes behind the part that cost nothing: writes
+    /// follow each other.
+    fn bytes_of_new(&self, state: &Segments, part: &Range<u64>) -> Range<u64> {
+        let gap = state.gap(part.start);
+        if !state.has_slots() {
+            return gap;
+        }
+        let lead = lead(part.start);
+        let end = match self.allocator.is_host() {
+            true => part.end,
+            false => {
+                let size = lead + part.end - part.start;
+                part.start + self.allocator.largest_alike(size) - lead
+            }
+        };
+        part.start..end.min(gap.end)
     }
 
     /// Gives all bytes of `range` segments. New ones are zero. If that fails, there is no new one.
@@ -465,31 +795,21 @@ impl SegmentedMemory {
     fn fill_gaps(&self, state: &mut Segments, range: &Range<u64>) -> Result<(), EngineError> {
         let mut new = Vec::new();
         let mut outcome = Ok(());
-        for (part, gap) in state.gaps(range, self.size) {
-            let bytes = match state.is_crowded(self.size) {
-                true => gap,
-                false => {
-                    let end = part.end.next_multiple_of(ALIGN).min(gap.end);
-                    gap.start.max(part.start / ALIGN * ALIGN)..end
+        for part in state.gaps(range) {
+            let bytes = self.bytes_of_new(state, &part);
+            match self.alloc_segment(state, &bytes, 0) {
+                Ok(held) => {
+                    self.insert(state, bytes.start, held);
+                    new.push(bytes.start);
                 }
-            };
-            let len = bytes.end - bytes.start;
-            match self.alloc(state, len, len) {
-                Ok(buffer) => new.push((bytes, Arc::new(buffer))),
                 Err(error) => {
                     outcome = Err(error);
                     break;
                 }
             }
         }
-        for (bytes, buffer) in new {
-            match outcome {
-                Ok(()) => {
-                    let len = bytes.end - bytes.start;
-                    state.insert(bytes.start, GgmlExtent::new(buffer, bytes.start, len));
-                }
-                Err(_) => SegmentedMemory::free(state, buffer),
-            }
+        if outcome.is_err() {
+            new.into_iter().for_each(|start| self.remove(state, start));
         }
         self.settle(state);
         outcome
@@ -503,9 +823,9 @@ impl SegmentedMemory {
         &self,
         state: &mut Segments,
         range: &Range<u64>,
-        is_cancelled: &dyn Fn() -> bool,
+        progress: &mut Progress<'_>,
     ) -> Result<(), EngineError> {
-        self.own(state, range, is_cancelled)?;
+        self.own(state, range, progress)?;
         self.fill_gaps(state, range)?;
         state.is_modified |= state.is_frozen && !range.is_empty();
         Ok(())
@@ -518,23 +838,82 @@ impl SegmentedMemory {
     fn each_written(
         &self,
         range: &Range<u64>,
-        mut write: impl FnMut(&DeviceBuffer, u64, Range<u64>) -> Result<(), EngineError>,
+        progress: &mut Progress<'_>,
+        mut write: impl FnMut(
+            &DeviceBuffer,
+            u64,
+            Range<u64>,
+            &mut Progress<'_>,
+        ) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let mut state = self.state();
-        self.prepare_write(&mut state, range, &|| false)?;
+        self.prepare_write(&mut state, range, progress)?;
         for span in state.meeting(range) {
             let part = span.start.max(range.start)..span.end.min(range.end);
-            if let Some(extent) = state.table.get(&span.start) {
-                write(&extent.buffer, part.start - span.start, part)?;
+            if let Some(HeldSegment { extent, lead, .. }) = state.table.get(&span.start) {
+                let at = part.start - span.start + lead;
+                let end = at + part.end - part.start;
+                extent.clear_up_to(at, progress)?;
+                write(&extent.buffer, at, part, progress)?;
+                extent.fill_up_to(end);
             }
         }
         Ok(())
     }
 
-    /// For each range the segment that has all of its bytes, and its first byte in this memory; and
-    /// the [`changes`](SegmentedMemory::changes) as long as that is so. Bytes in several segments
-    /// move to one, and nothing moves twice. For bytes that a plan writes, the segment belongs to
-    /// this memory alone.
+    /// Makes the bytes that a graph uses those of one segment.
+    ///
+    /// # Errors
+    /// As [`locate`](SegmentedMemory::locate).
+    fn make_one(
+        &self,
+        state: &mut Segments,
+        used: &UsedSegments,
+        progress: &mut Progress<'_>,
+    ) -> Result<(), EngineError> {
+        let UsedSegments {
+            bytes,
+            is_written,
+            moves,
+        } = used;
+        // A segment for a whole gap may have these bytes by now.
+        let is_one = |state: &Segments| {
+            let around = state.around(bytes);
+            around.is_some_and(|(start, held)| held.is_aligned(start))
+        };
+        if *moves && !is_one(state) {
+            match state.meeting(bytes).is_empty() {
+                true => {
+                    let all = match state.has_slots() {
+                        true => bytes.clone(),
+                        false => state.gap(bytes.start),
+                    };
+                    let held = self.alloc_segment(state, &all, 0);
+                    if let Ok(held) = &held {
+                        self.insert(state, all.start, held.clone());
+                    }
+                    self.settle(state);
+                    held?;
+                }
+                false => self.gather(state, bytes, progress)?,
+            }
+        }
+        if *is_written {
+            self.own(state, bytes, progress)?;
+            state.is_modified |= state.is_frozen;
+        }
+        let found = state.around(bytes).ok_or_else(|| self.no_extent(bytes))?;
+        let extent = &found.1.extent;
+        match is_written {
+            true => extent.clear_up_to(extent.size(), progress),
+            false => extent.clear(progress),
+        }
+    }
+
+    /// For each range the segment that has all of its bytes, and where its buffer begins in this
+    /// memory; and the [`changes`](SegmentedMemory::changes) as long as that is so. Bytes in
+    /// several segments move to one, and nothing moves twice. For bytes that a plan writes, the
+    /// segment belongs to this memory alone.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`]; [`EngineError::Cancelled`] once `is_cancelled` has returned
@@ -545,46 +924,22 @@ impl SegmentedMemory {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(Vec<LocatedSegment>, u64), EngineError> {
         let mut state = self.state();
-        let mut all: Vec<UsedSegments> = Vec::new();
-        for UsedRange { bytes, is_written } in &used.0 {
-            check_range(bytes.start, bytes.end - bytes.start, self.size)?;
-            let mut whole = state.whole(bytes);
-            let moves = state.meeting(&whole) != [whole.clone()];
-            if moves {
-                // What comes behind begins at a multiple as well.
-                let behind = state.table.range(whole.end..).next();
-                let limit = behind.map_or(self.size, |(&start, _)| start);
-                whole.end = whole.end.next_multiple_of(ALIGN).min(limit);
+        let mut progress = Progress::new(is_cancelled);
+        for (number, it) in state.used(used, &progress)?.iter().enumerate() {
+            if number > 0 && number.is_multiple_of(RANGES_AT_ONCE) {
+                progress.check()?;
             }
-            match all.last_mut() {
-                Some(last) if whole.start < last.bytes.end => {
-                    last.bytes.end = last.bytes.end.max(whole.end);
-                    last.is_written |= is_written;
-                    last.moves |= moves;
-                }
-                _ => all.push(UsedSegments {
-                    bytes: whole,
-                    is_written: *is_written,
-                    moves,
-                }),
-            }
+            self.make_one(&mut state, it, &mut progress)?;
         }
-        for it in &all {
-            match (it.moves, it.is_written) {
-                (true, _) => self.gather(&mut state, &it.bytes, is_cancelled)?,
-                (false, true) => self.own(&mut state, &it.bytes, is_cancelled)?,
-                (false, false) => {}
-            }
-            state.is_modified |= it.is_written && state.is_frozen;
+        let mut found = Vec::with_capacity(used.0.len());
+        for it in &used.0 {
+            let around = state.around(&it.bytes);
+            let (start, held) = around.ok_or_else(|| self.no_extent(&it.bytes))?;
+            found.push(LocatedSegment {
+                start: start - held.lead,
+                extent: Arc::clone(&held.extent),
+            });
         }
-        let one = |it: &UsedRange| {
-            let found = state.table.range(..=it.bytes.start).next_back();
-            let found = found.filter(|(start, extent)| *start + extent.size() >= it.bytes.end);
-            let (&start, extent) = found.ok_or_else(|| self.no_extent(&it.bytes))?;
-            let extent = Arc::clone(extent);
-            Ok(LocatedSegment { start, extent })
-        };
-        let found = used.0.iter().map(one).collect::<Result<_, EngineError>>()?;
         Ok((found, self.changes()))
     }
 
@@ -596,11 +951,16 @@ impl SegmentedMemory {
         let len = data.len() as u64;
         check_range(offset, len, self.size)?;
         let mut rest = data;
-        self.each_written(&(offset..offset + len), |buffer, at, part| {
-            let (here, behind) = rest.split_at((part.end - part.start) as usize);
-            rest = behind;
-            buffer.write(at, here)
-        })
+        let mut progress = Progress::new(&|| false);
+        self.each_written(
+            &(offset..offset + len),
+            &mut progress,
+            |buffer, at, part, _| {
+                let (here, behind) = rest.split_at((part.end - part.start) as usize);
+                rest = behind;
+                buffer.write(at, here)
+            },
+        )
     }
 
     /// As [`Memory::read`](vgpu_engine::Memory::read).
@@ -612,22 +972,22 @@ impl SegmentedMemory {
         let end = offset + out.len() as u64;
         let state = self.state();
         let (mut at, mut rest) = (offset, out);
-        let met = state.meeting(&(offset..end)).into_iter();
-        for span in met.chain(once(end..end)) {
-            while at < span.start {
-                let len = (span.start - at).min(ZEROS.len() as u64) as usize;
-                let (mut zeros, behind) = rest.split_at(len);
-                zeros.copy_from(Bytes::from(&ZEROS[..len]));
-                (at, rest) = (at + len as u64, behind);
-            }
-            let Some(extent) = state.table.get(&span.start) else {
-                break;
+        for span in state.meeting(&(offset..end)) {
+            let Some(HeldSegment { extent, lead, len }) = state.table.get(&span.start) else {
+                continue;
             };
-            let until = span.end.min(end);
-            let (here, behind) = rest.split_at((until - at) as usize);
-            extent.buffer.read(at - span.start, here)?;
-            (at, rest) = (until, behind);
+            // Bytes behind these were never written.
+            let there = extent.filled().saturating_sub(*lead).min(*len);
+            let until = end.min(span.start + there);
+            rest = read_zeros(rest, span.start.saturating_sub(at));
+            at = at.max(span.start);
+            if at < until {
+                let (here, behind) = rest.split_at((until - at) as usize);
+                extent.buffer.read(at - span.start + lead, here)?;
+                (at, rest) = (until, behind);
+            }
         }
+        read_zeros(rest, end - at);
         Ok(())
     }
 
@@ -637,57 +997,126 @@ impl SegmentedMemory {
     /// As there.
     pub(crate) fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
         check_range(offset, len, self.size)?;
-        self.each_written(&(offset..offset + len), |buffer, at, part| {
+        let mut progress = Progress::new(&|| false);
+        let range = offset..offset + len;
+        self.each_written(&range, &mut progress, |buffer, at, part, _| {
             buffer.fill(at, part.end - part.start, value)
         })
     }
 
     /// As [`Memory::freeze`](vgpu_engine::Memory::freeze).
     pub(crate) fn freeze(&self) {
-        let mut state = self.state();
-        if std::mem::replace(&mut state.is_frozen, true) {
-            return;
+        let most = {
+            let mut state = self.state();
+            if std::mem::replace(&mut state.is_frozen, true) {
+                return;
+            }
+            // Plans that write were compiled when no other memory could hold the segments.
+            self.has_changed();
+            state.max_slots = state.max_slots.min(state.slots() + SLOTS_OF_FROZEN);
+            self.settle(&mut state);
+            state.max_slots * max_besides(&self.allocator)
+        };
+        // The guest pays for the segments that there are. If it has no room for two charges, it
+        // goes on with the first.
+        let less = { self.account.as_ref() }.map(|account| account.charge(most, &mut || Ok(())));
+        if let Some(Ok(less)) = less {
+            let more = lock(&self.charge).replace(less);
+            drop(more);
         }
-        // Plans that write were compiled when no other memory could hold the segments.
-        self.has_changed();
-        // What is not complete now never will be.
-        for extent in state.table.values() {
-            extent.filled.store(extent.size(), Ordering::Release);
-        }
-        self.settle(&mut state);
     }
 
-    /// As [`Memory::extent`](vgpu_engine::Memory::extent).
+    /// The most memory mappings of the process that the segments take from now on.
+    pub(crate) fn max_mappings(&self) -> usize {
+        self.state().max_slots as usize
+    }
+
+    /// Whether a segment can take the place of all that this memory has in `range`: no segment is
+    /// cut but the first, which may lose its last bytes. Only bytes that were never written may be
+    /// lost if `keeps_bytes`.
+    fn can_replace(&self, state: &Segments, range: &Range<u64>, keeps_bytes: bool) -> bool {
+        let met = state.meeting(range);
+        // In the place of another one, it makes no further gap.
+        let has_place = met.iter().any(|span| span.start >= range.start) || state.has_slots();
+        let may_give_way = |span: &Range<u64>| {
+            let Some(held) = state.table.get(&span.start) else {
+                return false;
+            };
+            let stays = range.start.saturating_sub(span.start);
+            let is_own = !held.is_shared();
+            // What is cut off is no memory of anybody.
+            let besides = held.taken(&self.allocator).saturating_sub(stays);
+            let is_cut = stays > 0;
+            let may_be_cut = is_own && besides <= max_besides(&self.allocator);
+            let is_unwritten = is_own && held.extent.filled() <= held.lead + stays;
+            span.end <= range.end && (!is_cut || may_be_cut) && (!keeps_bytes || is_unwritten)
+        };
+        has_place && met.iter().all(may_give_way)
+    }
+
+    /// Puts a segment in the place of all that this memory has in `range`, for which
+    /// [`can_replace`](SegmentedMemory::can_replace) holds.
+    fn replace(&self, state: &mut Segments, range: &Range<u64>, new: HeldSegment) {
+        for span in state.meeting(range) {
+            if span.start >= range.start {
+                self.remove(state, span.start);
+            } else if let Some(held) = self.take_own(state, span.start) {
+                let len = range.start - span.start;
+                self.insert(state, span.start, HeldSegment { len, ..held });
+            }
+        }
+        self.insert(state, range.start, new);
+        self.has_changed();
+        self.settle(state);
+    }
+
+    /// As [`Memory::extent`](vgpu_engine::Memory::extent). Where the bytes have to be copied,
+    /// `is_cancelled` is asked after each 4 MiB.
     ///
     /// # Errors
-    /// As there.
-    pub(crate) fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+    /// As there, and [`EngineError::Cancelled`].
+    pub(crate) fn extent(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Arc<dyn Extent>, EngineError> {
         check_range(offset, len, self.size)?;
         let range = offset..offset + len;
         let mut state = self.state();
-        if !state.is_frozen || state.is_modified || len == 0 {
+        let is_possible = len >= self.allocator.min_extent() && lead(offset) == 0;
+        if !state.is_frozen || state.is_modified || !is_possible {
             return Err(self.no_extent(&range));
         }
-        let met = state.meeting(&range);
-        if met != [range.clone()] {
-            let is_inside = |span: &Range<u64>| range.start <= span.start && span.end <= range.end;
-            let is_free = |span: &Range<u64>| is_inside(span) && !state.is_shared(span.start);
-            let has_gaps = !state.gaps(&range, self.size).is_empty();
-            if !offset.is_multiple_of(ALIGN) || has_gaps || !met.iter().all(is_free) {
+        let is_whole = |held: &HeldSegment| held.len == len && held.extent.size() == len;
+        if !state.table.get(&offset).is_some_and(is_whole) {
+            let is_free = |span: &Range<u64>| {
+                let is_inside = range.start <= span.start && span.end <= range.end;
+                let held = state.table.get(&span.start);
+                let is_there = |held: &HeldSegment| {
+                    let end = held.lead + held.len;
+                    !held.is_shared() && held.extent.filled() >= end
+                };
+                is_inside && held.is_some_and(is_there)
+            };
+            let has_gaps = !state.gaps(&range).is_empty();
+            if has_gaps || !state.meeting(&range).iter().all(is_free) {
                 return Err(self.no_extent(&range));
             }
-            self.gather(&mut state, &range, &|| false)?;
+            let mut progress = Progress::new(is_cancelled);
+            self.gather(&mut state, &range, &mut progress)?;
         }
         // A plan that writes to the segment was compiled when no one else held it.
         self.has_changed();
-        let extent = state.table.get(&offset);
-        let extent = extent.filter(|extent| extent.filled() == len);
-        let extent = extent.ok_or_else(|| self.no_extent(&range))?;
-        Ok(Arc::clone(extent) as Arc<dyn Extent>)
+        let held = state.table.get(&offset);
+        let held = held.filter(|held| held.extent.filled() == len);
+        let held = held.ok_or_else(|| self.no_extent(&range))?;
+        Ok(Arc::clone(&held.extent) as Arc<dyn Extent>)
     }
 
-    /// As [`Memory::begin_extent`](vgpu_engine::Memory::begin_extent). Also refuses a range that
-    /// cuts a segment.
+    /// As [`Memory::begin_extent`](vgpu_engine::Memory::begin_extent). Also refuses a range in which
+    /// bytes were written, which the guest may not write again, an extent of less than
+    /// [`Allocator::min_extent`], and one more than the memory may have segments.
     ///
     /// # Errors
     /// As there, and [`EngineError::OutOfMemory`].
@@ -699,24 +1128,18 @@ impl SegmentedMemory {
         check_range(offset, len, self.size)?;
         let range = offset..offset + len;
         let mut state = self.state();
-        let met = state.meeting(&range);
-        let is_inside = |span: &Range<u64>| range.start <= span.start && span.end <= range.end;
-        let is_free = |span: &Range<u64>| is_inside(span) && !state.is_shared(span.start);
-        let is_here = len > 0 && offset.is_multiple_of(ALIGN) && !state.is_frozen;
-        if !is_here || state.is_crowded(self.size) || !met.iter().all(is_free) {
+        let is_possible = len >= self.allocator.min_extent() && lead(offset) == 0;
+        if state.is_frozen || !is_possible || !self.can_replace(&state, &range, true) {
             return Err(self.no_extent(&range));
         }
-        let begun = self.alloc(&mut state, len, len).map(|buffer| {
-            for span in &met {
-                SegmentedMemory::remove(&mut state, span.start);
-            }
-            let extent = GgmlExtent::new(Arc::new(buffer), offset, 0);
-            state.insert(offset, Arc::clone(&extent));
-            self.has_changed();
-            extent as Arc<dyn Extent>
-        });
-        self.settle(&mut state);
-        begun
+        let buffer = self.alloc(&mut state, len, 0);
+        if let Err(error) = &buffer {
+            self.settle(&mut state);
+            return Err(error.clone());
+        }
+        let extent = Arc::new(GgmlExtent::new(buffer?, offset, 0));
+        self.replace(&mut state, &range, HeldSegment::whole(Arc::clone(&extent)));
+        Ok(extent)
     }
 
     /// As [`Memory::append`](vgpu_engine::Memory::append). Returns where the bytes are in this
@@ -732,8 +1155,9 @@ impl SegmentedMemory {
         let extent = of_this_engine(extent)?;
         let state = self.state();
         let ours = state.table.get(&extent.made_at);
+        let ours = ours.filter(|ours| ours.len == extent.size());
         let (filled, len) = (extent.filled(), data.len() as u64);
-        if state.is_frozen || !ours.is_some_and(|ours| Arc::ptr_eq(ours, &extent)) {
+        if state.is_frozen || !ours.is_some_and(|ours| Arc::ptr_eq(&ours.extent, &extent)) {
             return Err(EngineError::OutOfBounds {
                 offset: filled,
                 len,
@@ -742,8 +1166,7 @@ impl SegmentedMemory {
         }
         check_range(filled, len, extent.size())?;
         extent.buffer.write(filled, data)?;
-        // Pairs with the acquire in `filled`.
-        extent.filled.store(filled + len, Ordering::Release);
+        extent.fill_up_to(filled + len);
         let start = extent.made_at + filled;
         Ok(start..start + len)
     }
@@ -759,7 +1182,7 @@ impl SegmentedMemory {
         self.state().bytes
     }
 
-    /// As [`Memory::unshare`](vgpu_engine::Memory::unshare).
+    /// As [`Memory::unshare`](vgpu_engine::Memory::unshare). Also clears what a write would clear.
     ///
     /// # Errors
     /// As there.
@@ -770,7 +1193,21 @@ impl SegmentedMemory {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), EngineError> {
         check_range(offset, len, self.size)?;
-        self.own(&mut self.state(), &(offset..offset + len), is_cancelled)
+        let range = offset..offset + len;
+        let mut progress = Progress::new(is_cancelled);
+        let mut state = self.state();
+        self.own(&mut state, &range, &mut progress)?;
+        if len > CHUNK {
+            // More than a message has: writes that follow each other. They get one segment.
+            self.fill_gaps(&mut state, &range)?;
+        }
+        for span in state.meeting(&range) {
+            if let Some(HeldSegment { extent, lead, .. }) = state.table.get(&span.start) {
+                let at = offset.saturating_sub(span.start) + lead;
+                extent.clear_up_to(at, &mut progress)?;
+            }
+        }
+        Ok(())
     }
 
     /// As [`Memory::attach`](vgpu_engine::Memory::attach). A range that cuts a segment is copied.
@@ -782,7 +1219,7 @@ impl SegmentedMemory {
         offset: u64,
         extent: &Arc<dyn Extent>,
         is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<u64, EngineError> {
+    ) -> Result<Attached, EngineError> {
         let extent = of_this_engine(extent)?;
         if !Arc::ptr_eq(extent.buffer.allocator(), &self.allocator) {
             return Err(EngineError::ForeignMemory);
@@ -792,39 +1229,43 @@ impl SegmentedMemory {
         check_range(0, len, extent.filled())?;
         let range = offset..offset + len;
         let mut state = self.state();
-        let met = state.meeting(&range);
-        let is_inside = |span: &Range<u64>| range.start <= span.start && span.end <= range.end;
-        if met.iter().all(is_inside) && !state.is_crowded(self.size) && len > 0 {
-            for span in &met {
-                SegmentedMemory::remove(&mut state, span.start);
-            }
-            state.insert(offset, extent);
-            self.has_changed();
-            self.settle(&mut state);
-            return Ok(len);
+        let has_it = { state.table.get(&offset) }
+            .is_some_and(|held| held.lead == 0 && Arc::ptr_eq(&held.extent, &extent));
+        if has_it || len == 0 {
+            return Ok(Attached {
+                shared: len,
+                has_changed: false,
+            });
+        }
+        if self.can_replace(&state, &range, false) {
+            self.replace(&mut state, &range, HeldSegment::whole(extent));
+            return Ok(Attached {
+                shared: len,
+                has_changed: true,
+            });
         }
         // Memory that is frozen has the bytes already.
-        if !state.is_frozen {
-            self.prepare_write(&mut state, &range, is_cancelled)?;
-            let mut chunk = vec![0; CHUNK.min(len as usize)];
-            for span in state.meeting(&range) {
-                let part = span.start.max(offset)..span.end.min(range.end);
-                let Some(to) = state.table.get(&span.start) else {
-                    continue;
-                };
-                for at in part.clone().step_by(CHUNK) {
-                    let chunk = &mut chunk[..CHUNK.min((part.end - at) as usize)];
-                    extent
-                        .buffer
-                        .read(at - offset, BytesMut::from(&mut *chunk))?;
-                    to.buffer.write(at - span.start, Bytes::from(&*chunk))?;
+        let has_changed = !state.is_frozen;
+        drop(state);
+        if has_changed {
+            let mut chunk = vec![0; CHUNK.min(len) as usize];
+            let mut progress = Progress::new(is_cancelled);
+            progress.check()?;
+            self.each_written(&range, &mut progress, |to, at, part, progress| {
+                for bytes in chunks(&part) {
+                    let chunk = &mut chunk[..(bytes.end - bytes.start) as usize];
+                    let from = bytes.start - offset;
+                    extent.buffer.read(from, BytesMut::from(&mut *chunk))?;
+                    to.write(at + bytes.start - part.start, Bytes::from(&*chunk))?;
+                    progress.done(bytes.end - bytes.start)?;
                 }
-                if is_cancelled() {
-                    return Err(EngineError::Cancelled);
-                }
-            }
+                Ok(())
+            })?;
         }
-        Ok(0)
+        Ok(Attached {
+            shared: 0,
+            has_changed,
+        })
     }
 
     /// As [`Memory::is_unmodified`](vgpu_engine::Memory::is_unmodified).
@@ -834,25 +1275,47 @@ impl SegmentedMemory {
     }
 }
 
-/// Copies all bytes of `from` to `at` of `to`.
+/// What the buffer of a segment takes besides the bytes of the segment, at most.
+fn max_besides(allocator: &Allocator) -> u64 {
+    allocator.max_besides() + ALIGN
+}
+
+/// Sets the first `len` bytes to zero. Returns the others.
+fn read_zeros(out: BytesMut<'_>, len: u64) -> BytesMut<'_> {
+    let (mut rest, mut left) = (out, len);
+    while left > 0 {
+        let len = left.min(ZEROS.len() as u64) as usize;
+        let (mut zeros, behind) = rest.split_at(len);
+        zeros.copy_from(Bytes::from(&ZEROS[..len]));
+        (rest, left) = (behind, left - len as u64);
+    }
+    rest
+}
+
+/// Copies the bytes of a segment to `to`, which has `before` bytes of its memory before them, and
+/// was not written from there on.
 ///
 /// # Errors
-/// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`, and [`EngineError`] of the
-/// device.
+/// [`EngineError::Cancelled`], and [`EngineError`] of the device.
 fn copy(
-    from: &DeviceBuffer,
-    to: &DeviceBuffer,
-    at: u64,
-    is_cancelled: &dyn Fn() -> bool,
+    from: &HeldSegment,
+    to: &HeldSegment,
+    before: u64,
+    progress: &mut Progress<'_>,
 ) -> Result<(), EngineError> {
-    let mut bytes = vec![0; CHUNK.min(from.size() as usize)];
-    for (number, done) in (0..from.size()).step_by(CHUNK).enumerate() {
-        if number > 0 && number.is_multiple_of(CHUNKS_AT_ONCE) && is_cancelled() {
-            return Err(EngineError::Cancelled);
-        }
-        let chunk = &mut bytes[..CHUNK.min((from.size() - done) as usize)];
-        from.read(done, BytesMut::from(&mut *chunk))?;
-        to.write(at + done, Bytes::from(&*chunk))?;
+    let first = to.lead + before;
+    to.extent.clear_up_to(first, progress)?;
+    let there = from.extent.filled().min(from.lead + from.len);
+    let mut bytes = vec![0; CHUNK.min(from.len) as usize];
+    for part in chunks(&(from.lead..there)) {
+        let chunk = &mut bytes[..(part.end - part.start) as usize];
+        let at = first + part.start - from.lead;
+        from.extent
+            .buffer
+            .read(part.start, BytesMut::from(&mut *chunk))?;
+        to.extent.buffer.write(at, Bytes::from(&*chunk))?;
+        to.extent.fill_up_to(at + part.end - part.start);
+        progress.done(part.end - part.start)?;
     }
     Ok(())
 }

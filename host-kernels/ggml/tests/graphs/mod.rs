@@ -29,6 +29,16 @@ pub(crate) fn graph(
     tensors: &[Place],
     nodes: &[(Op, u32, &[u32])],
 ) -> ValidGraph {
+    graph_over(engine, SIZE, tensors, nodes)
+}
+
+/// The same over two buffers of `size` bytes.
+pub(crate) fn graph_over(
+    engine: &dyn Engine,
+    size: u64,
+    tensors: &[Place],
+    nodes: &[(Op, u32, &[u32])],
+) -> ValidGraph {
     let tensor = |&(ty, ne, buffer, offset): &Place| Tensor {
         shape: Shape::contiguous(ty, ne).unwrap(),
         buffer,
@@ -46,7 +56,7 @@ pub(crate) fn graph(
             .collect(),
     };
     validate(graph, engine.capabilities(), &Limits::default(), |_| {
-        Some(SIZE)
+        Some(size)
     })
     .unwrap()
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test binary uses a part of this module
 
 use std::any::Any;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,6 +32,11 @@ pub(crate) const TENSORS: [Place; 3] = [
 ];
 
 pub(crate) fn start(memory: Option<u64>, repacks: bool) -> GgmlEngine {
+    start_at(&common::cached(BACKEND), memory, repacks)
+}
+
+/// The engine over the backend at `path`.
+pub(crate) fn start_at(path: &Path, memory: Option<u64>, repacks: bool) -> GgmlEngine {
     let options = BackendOptions {
         threads: 1,
         memory,
@@ -39,8 +45,7 @@ pub(crate) fn start(memory: Option<u64>, repacks: bool) -> GgmlEngine {
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    let path = common::cached(BACKEND);
-    GgmlEngine::start(&path, &options, cpu).unwrap()
+    GgmlEngine::start(path, &options, cpu).unwrap()
 }
 
 /// Blocks of 32 elements with the scale 1: row `n` has elements of `value(n)`, from -8 to 7.

@@ -1,0 +1,573 @@
+//! What weights that several buffers share take besides their bytes, and how long requests last.
+//! Buffers have the size of a model's, so that a constant of some KiB is not what is measured.
+
+#[path = "../../../tests/common/backend_counters.rs"]
+mod backend_counters;
+#[path = "../../../tests/common/changed_backend.rs"]
+mod changed_backend;
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+#[allow(dead_code)] // other tests use the rest
+#[path = "../../check/tests/common/counting.rs"]
+mod counting;
+mod graphs;
+mod products;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use backend_counters::{counters, set};
+use changed_backend::{Changes, changed_backend};
+use counting::{Counting, counted};
+use graphs::{Place, graph_over};
+use products::{Quota, taken};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::{Engine, EngineError, Extent, Memory};
+use vgpu_ggml::{BackendOptions, GgmlEngine};
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{GraphCounts, Op, Type, ValidGraph};
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+/// The bytes of a buffer for weights.
+const MODEL: u64 = 32 * MIB;
+
+const GPU: &str = "GGML_BACKEND_DEVICE_TYPE_GPU";
+
+/// ggml's CPU backend, whose new buffers have old bytes, with so much memory.
+fn start(folder: &Path, changes: &Changes<'_>, memory: u64) -> (GgmlEngine, PathBuf) {
+    // A library that is loaded stays as it is.
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let folder = folder.join(NEXT.fetch_add(1, Ordering::Relaxed).to_string());
+    std::fs::create_dir(&folder).unwrap();
+    let path = changed_backend(&common::cached(""), &folder, changes);
+    let options = BackendOptions {
+        threads: 1,
+        memory: Some(memory),
+        repacks: false,
+        shares_weights: true,
+        ..BackendOptions::default()
+    };
+    let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
+    (GgmlEngine::start(&path, &options, cpu).unwrap(), path)
+}
+
+fn old_bytes() -> Changes<'static> {
+    Changes {
+        old_bytes: true,
+        ..Changes::default()
+    }
+}
+
+/// The host, and a GPU.
+fn kinds() -> [Changes<'static>; 2] {
+    let gpu = Changes {
+        kind: GPU,
+        ..old_bytes()
+    };
+    [old_bytes(), gpu]
+}
+
+/// A buffer for weights of `size` bytes, for which a guest with so many bytes left pays.
+fn for_weights(engine: &dyn Engine, size: u64, quota: &Arc<AtomicU64>) -> Arc<dyn Memory> {
+    let first = engine.alloc(size).unwrap();
+    first.charge_copies(Arc::new(Quota(Arc::clone(quota))));
+    let weights = engine.alloc_weights(&first).unwrap().expect("segments");
+    weights.mark_weights();
+    weights
+}
+
+fn unlimited() -> Arc<AtomicU64> {
+    Arc::new(AtomicU64::new(1 << 40))
+}
+
+/// Bytes of which no two chunks are equal.
+fn content(len: u64, seed: u64) -> Vec<u8> {
+    (0..len / 8)
+        .flat_map(|at| (at ^ (seed << 32)).to_le_bytes())
+        .collect()
+}
+
+fn write(memory: &dyn Memory, offset: u64, bytes: &[u8]) -> Result<(), EngineError> {
+    memory.write(offset, Bytes::from(bytes))
+}
+
+fn read(memory: &dyn Memory, offset: u64, len: u64) -> Vec<u8> {
+    let mut bytes = vec![1; len as usize];
+    memory.read(offset, BytesMut::from(&mut bytes[..])).unwrap();
+    bytes
+}
+
+fn upload(memory: &dyn Memory, at: u64, bytes: &[u8]) -> Result<Arc<dyn Extent>, EngineError> {
+    let extent = memory.begin_extent(at, bytes.len() as u64)?;
+    for part in bytes.chunks(MIB as usize) {
+        memory.append(&extent, Bytes::from(part))?;
+    }
+    Ok(extent)
+}
+
+/// Takes all memory that the engine has left.
+fn fill_up(engine: &dyn Engine) -> Vec<Arc<dyn Memory>> {
+    let (mut all, mut size) = (Vec::new(), engine.memory().total);
+    while size > 0 {
+        match engine.alloc(size) {
+            Ok(memory) => all.push(memory),
+            Err(_) => size /= 2,
+        }
+    }
+    all
+}
+
+/// A graph that copies tensors of `len` bytes at these places of the weights to another buffer.
+fn copies(engine: &dyn Engine, size: u64, len: u64, places: &[u64]) -> ValidGraph {
+    let row = [len / 4, 1, 1, 1];
+    let mut tensors: Vec<Place> = vec![(Type::I32, row, 1, 0)];
+    tensors.extend(places.iter().map(|&at| (Type::I32, row, 0, at)));
+    let sources: Vec<[u32; 1]> = (1..=places.len() as u32).map(|source| [source]).collect();
+    let nodes: Vec<(Op, u32, &[u32])> = { sources.iter() }
+        .map(|source| (Op::Copy {}, 0, &source[..]))
+        .collect();
+    graph_over(engine, size, &tensors, &nodes)
+}
+
+/// How often a call asks whether it is cancelled, and that it ends when it is.
+fn questions(mut call: impl FnMut(&dyn Fn() -> bool) -> Result<(), EngineError>) -> u64 {
+    for allowed in 0.. {
+        let asked = AtomicU64::new(0);
+        let outcome = call(&|| asked.fetch_add(1, Ordering::Relaxed) >= allowed);
+        match outcome {
+            Err(EngineError::Cancelled) => assert_eq!(asked.into_inner(), allowed + 1),
+            outcome => {
+                outcome.unwrap();
+                return asked.into_inner();
+            }
+        }
+    }
+    unreachable!("the call ends");
+}
+
+/// Whatever a guest names and writes, its segments take what it is charged for.
+#[test]
+fn many_small_segments_take_what_is_charged() {
+    let folder = tempfile::tempdir().unwrap();
+    for changes in kinds() {
+        let (engine, _) = start(folder.path(), &changes, 4 << 30);
+        let quota = unlimited();
+        let before = quota.load(Ordering::Relaxed);
+        let memory = for_weights(&engine, MODEL, &quota);
+        let charged = before - quota.load(Ordering::Relaxed) + engine.allocation_size(MODEL);
+        assert!(charged < MODEL + MODEL / 6 + 10 * MIB, "{charged}");
+        for at in (0..MODEL).step_by(8 << 10) {
+            // As an extent, if that is possible.
+            drop(memory.begin_extent(at + 256, 4096));
+            write(&*memory, at + 7, &[1, 2, 3]).unwrap();
+            assert!(taken(&engine) <= charged, "at {at}: {charged}");
+        }
+        memory.freeze();
+        let charged = before - quota.load(Ordering::Relaxed) + engine.allocation_size(MODEL);
+        assert!(taken(&engine) <= charged, "{} of {charged}", taken(&engine));
+        let bytes = read(&*memory, 0, MODEL);
+        for (at, byte) in (0..).zip(bytes) {
+            let expected = match at % (8 << 10) {
+                at @ 7..=9 => at - 6,
+                _ => 0,
+            };
+            assert_eq!(u64::from(byte), expected, "at {at}");
+        }
+        drop(memory);
+        assert_eq!(taken(&engine), 0);
+        assert_eq!(quota.load(Ordering::Relaxed), before);
+    }
+}
+
+/// The guest pays for what segments take besides: before the seal for all that may come, then for
+/// those that there are.
+#[test]
+fn what_segments_take_besides_is_charged() {
+    let folder = tempfile::tempdir().unwrap();
+    let (engine, _) = start(folder.path(), &old_bytes(), 1 << 30);
+    let quota = Arc::new(AtomicU64::new(MIB));
+    let first = engine.alloc(MODEL).unwrap();
+    first.charge_copies(Arc::new(Quota(Arc::clone(&quota))));
+    write(&*first, 0, &[9; 64]).unwrap();
+    // Less than is needed: the buffer stays as it was.
+    let before = taken(&engine);
+    let refused = engine.alloc_weights(&first).map(|_| ());
+    let is_refused = matches!(refused, Err(EngineError::OutOfMemory { .. }));
+    assert!(is_refused, "{refused:?}");
+    assert_eq!(
+        (quota.load(Ordering::Relaxed), taken(&engine)),
+        (MIB, before)
+    );
+    assert_eq!(read(&*first, 0, 64), [9; 64]);
+    quota.store(8 * MIB, Ordering::Relaxed);
+    let memory = engine.alloc_weights(&first).unwrap().expect("segments");
+    drop(first);
+    let loading = 8 * MIB - quota.load(Ordering::Relaxed);
+    assert!((MIB..2 * MIB).contains(&loading), "{loading}");
+    upload(&*memory, 0, &content(8 * MIB, 1)).unwrap();
+    memory.freeze();
+    let frozen = 8 * MIB - quota.load(Ordering::Relaxed);
+    assert!((8 * KIB..256 * KIB).contains(&frozen), "{frozen}");
+    drop(memory);
+    assert_eq!(quota.load(Ordering::Relaxed), 8 * MIB);
+}
+
+/// A guest whose buffer was allocated can load its weights in any way, whatever others allocate
+/// meanwhile.
+#[test]
+fn a_load_goes_on_when_the_memory_of_the_engine_is_full() {
+    let folder = tempfile::tempdir().unwrap();
+    for changes in kinds() {
+        let (engine, _) = start(folder.path(), &changes, 128 * MIB);
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        let _filler = fill_up(&engine);
+        let bytes = content(MODEL, 2);
+        let mut at = 0;
+        // Large and small tensors in turn, of sizes that waste the end of a page.
+        for (number, len) in (0..).zip(
+            [2 * MIB + 256, 300, 64 * KIB + 8, 5 * MIB, 8, 4096]
+                .iter()
+                .cycle(),
+        ) {
+            let end = MODEL.min(at + len);
+            let part = &bytes[at as usize..end as usize];
+            if upload(&*memory, at, part).is_err() {
+                write(&*memory, at, part).unwrap();
+            }
+            if end == MODEL {
+                break;
+            }
+            at = end.next_multiple_of(256);
+            if number % 3 == 0 {
+                // What lies between two tensors.
+                write(&*memory, end, &bytes[end as usize..at as usize]).unwrap();
+            }
+        }
+        let seen = read(&*memory, 0, MODEL);
+        let is_there = |at: usize| seen[at] == bytes[at] || seen[at] == 0;
+        assert!((0..MODEL as usize).all(is_there));
+        memory.fill(0, MODEL, 3).unwrap();
+        let before = taken(&engine);
+        // What is not needed any more is free.
+        memory.freeze();
+        assert!(taken(&engine) < before);
+        assert!(read(&*memory, 0, MODEL).iter().all(|byte| *byte == 3));
+    }
+}
+
+/// Also if the driver refuses a buffer in between.
+#[test]
+fn a_refusal_of_the_driver_takes_nothing_of_what_is_reserved() {
+    let folder = tempfile::tempdir().unwrap();
+    for changes in kinds() {
+        let (engine, path) = start(folder.path(), &changes, 128 * MIB);
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        let filler = fill_up(&engine);
+        let before = taken(&engine);
+        set(&path, c"refuses", 1);
+        for _ in 0..3 {
+            let refused = [
+                write(&*memory, 0, &[1; 4096]),
+                memory.begin_extent(0, 16 * MIB).map(|_| ()),
+            ];
+            for outcome in refused {
+                let is_refused = matches!(outcome, Err(EngineError::OutOfMemory { .. }));
+                assert!(is_refused, "{outcome:?}");
+            }
+            // Others get nothing of it.
+            assert_eq!(taken(&engine), before);
+        }
+        set(&path, c"refuses", 0);
+        assert!(engine.alloc(4096).is_err());
+        upload(&*memory, 0, &content(MODEL, 3)).unwrap();
+        drop((memory, filler));
+        assert_eq!(taken(&engine), 0);
+    }
+}
+
+/// A graph makes as many segments as its buffer may have, and none for tensors that no node names.
+#[test]
+fn a_graph_with_many_tensors_makes_few_segments() {
+    let folder = tempfile::tempdir().unwrap();
+    for changes in kinds() {
+        let (engine, _) = start(folder.path(), &changes, 4 << 30);
+        let quota = unlimited();
+        let before = quota.load(Ordering::Relaxed);
+        let memory = for_weights(&engine, MODEL, &quota);
+        let charged = before - quota.load(Ordering::Relaxed) + engine.allocation_size(MODEL);
+        let other = engine.alloc(MODEL).unwrap();
+        let row = [16, 1, 1, 1];
+        let tensors: Vec<Place> = { (0..MODEL).step_by(1024) }
+            .map(|at| (Type::I32, row, 0, at))
+            .chain([(Type::I32, row, 1, 0)])
+            .collect();
+        let last = tensors.len() as u32 - 1;
+        let one = graph_over(&engine, MODEL, &tensors, &[(Op::Copy {}, last, &[5])]);
+        let buffers = [Arc::clone(&memory), Arc::clone(&other)];
+        let mut plan = engine.compile(&one, &buffers, &|| false).unwrap();
+        plan.run().unwrap();
+        let of_one = memory.bytes_in_use();
+        assert!((64..=2 * MIB).contains(&of_one), "{of_one}");
+        // All of them, aligned and not.
+        for place in [0, 4] {
+            let places: Vec<u64> = (place..MODEL - 64).step_by(1024).collect();
+            let many = copies(&engine, MODEL, 64, &places);
+            let mut plan = engine.compile(&many, &buffers, &|| false).unwrap();
+            plan.run().unwrap();
+            assert_eq!(read(&*other, 0, 64), [0; 64]);
+            let used = taken(&engine) - engine.allocation_size(MODEL);
+            assert!(used <= charged, "{used} of {charged}");
+        }
+        drop((plan, buffers, memory, other));
+        assert_eq!(taken(&engine), 0);
+    }
+}
+
+/// The segments are found in one pass over them and the tensors, which can be cancelled, in the
+/// memory that is announced.
+#[test]
+fn compiling_for_many_segments_is_announced_and_can_be_cancelled() {
+    let folder = tempfile::tempdir().unwrap();
+    let (engine, _) = start(folder.path(), &old_bytes(), 4 << 30);
+    let size = 256 * MIB;
+    let memory = for_weights(&engine, size, &unlimited());
+    let other = engine.alloc(size).unwrap();
+    // Segments that touch each other at odd places.
+    for at in (0..900).map(|number| number * 1001) {
+        write(&*memory, at, &[3; 1001]).unwrap();
+    }
+    let places: Vec<u64> = (0..60_000).map(|number| number * 4096 + 16).collect();
+    let graph = copies(&engine, size, 64, &places);
+    let buffers = [memory, other];
+    let asked = AtomicU64::new(0);
+    let count = || asked.fetch_add(1, Ordering::Relaxed) == u64::MAX;
+    let (plan, allocated) = counted(|| engine.compile(&graph, &buffers, &count).unwrap());
+    let counts = GraphCounts {
+        buffers: 2,
+        tensors: places.len() + 1,
+        nodes: places.len(),
+    };
+    let announced = engine.compile_bytes(&counts);
+    assert!(
+        allocated.most <= announced,
+        "{} of {announced}",
+        allocated.most
+    );
+    drop(plan);
+    let all = asked.into_inner();
+    assert!(all > 100, "{all}");
+    for allowed in [0, 1, all / 4, all / 2, all - 1] {
+        let asked = AtomicU64::new(0);
+        let is_cancelled = || asked.fetch_add(1, Ordering::Relaxed) >= allowed;
+        let outcome = engine.compile(&graph, &buffers, &is_cancelled).map(|_| ());
+        if asked.into_inner() > allowed {
+            assert_eq!(outcome, Err(EngineError::Cancelled), "{allowed} of {all}");
+        }
+    }
+}
+
+/// A seal asks after each 4 MiB that it copies.
+#[test]
+fn an_extent_that_is_copied_can_be_cancelled() {
+    const LEN: u64 = 21 * MIB;
+    let folder = tempfile::tempdir().unwrap();
+    let (engine, _) = start(folder.path(), &old_bytes(), 1 << 30);
+    let memory = for_weights(&engine, MODEL, &unlimited());
+    let bytes = content(LEN, 4);
+    for (number, part) in bytes.chunks(MIB as usize).enumerate() {
+        write(&*memory, number as u64 * MIB, part).unwrap();
+    }
+    memory.freeze();
+    let before = taken(&engine);
+    let mut made = None;
+    let asked = questions(|is_cancelled| {
+        assert!(taken(&engine) <= before && read(&*memory, 0, LEN) == bytes);
+        made = Some(memory.extent_unless(0, LEN, is_cancelled)?);
+        Ok(())
+    });
+    assert_eq!(asked, 1 + LEN / (4 * MIB));
+    let mut there = vec![0; LEN as usize];
+    made.unwrap().read(0, &mut there).unwrap();
+    assert!(there == bytes);
+}
+
+/// So does an attachment of bytes that have to be copied.
+#[test]
+fn an_attachment_that_copies_can_be_cancelled() {
+    const LEN: u64 = 21 * MIB;
+    let folder = tempfile::tempdir().unwrap();
+    let (engine, _) = start(folder.path(), &old_bytes(), 1 << 30);
+    let one = for_weights(&engine, MODEL, &unlimited());
+    let bytes = content(LEN, 5);
+    drop(upload(&*one, 0, &bytes).unwrap());
+    one.freeze();
+    let extent = one.extent(0, LEN).unwrap();
+    let asked = questions(|is_cancelled| {
+        let two = for_weights(&engine, MODEL, &unlimited());
+        // The extent would cut this segment.
+        write(&*two, LEN - MIB, &content(2 * MIB, 6)).unwrap();
+        let shared = two.attach(0, &extent, is_cancelled)?;
+        assert_eq!(shared, 0);
+        assert!(read(&*two, 0, LEN) == bytes);
+        assert!(read(&*two, LEN, MIB) == content(2 * MIB, 6)[MIB as usize..]);
+        Ok(())
+    });
+    assert_eq!(asked, 1 + LEN / (4 * MIB));
+}
+
+/// What a guest uploads is written once, and what it does not upload is zero for all who read it.
+#[test]
+fn memory_is_cleared_only_where_nothing_was_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let (engine, path) = start(folder.path(), &old_bytes(), 1 << 30);
+    let memory = for_weights(&engine, MODEL, &unlimited());
+    let other = engine.alloc(MODEL).unwrap();
+    let cleared = || counters::<1>(&path, c"cleared_kib").unwrap()[0] as u64 * KIB;
+    let before = cleared();
+    let bytes = content(16 * MIB, 7);
+    drop(upload(&*memory, 0, &bytes).unwrap());
+    write(&*memory, 16 * MIB, &bytes).unwrap();
+    assert!(cleared() - before < 64 * KIB, "{}", cleared() - before);
+    assert!(read(&*memory, 16 * MIB, 16 * MIB) == bytes);
+    // An upload that ends in the middle.
+    let half = || {
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        let extent = memory.begin_extent(0, 16 * MIB).unwrap();
+        memory.append(&extent, Bytes::from(&bytes[..4096])).unwrap();
+        (memory, extent)
+    };
+    let (memory, extent) = half();
+    let before = cleared();
+    assert!(extent.read(4096, &mut [0; 1]).is_err());
+    let rest = |memory: &dyn Memory| read(memory, 4096, 16 * MIB - 4096);
+    assert!(rest(&*memory).iter().all(|byte| *byte == 0));
+    assert!(cleared() - before < 64 * KIB);
+    // A graph, which can be cancelled meanwhile.
+    let graph = copies(&engine, MODEL, 64, &[8192]);
+    let buffers = [Arc::clone(&memory), Arc::clone(&other)];
+    write(&*other, 0, &[1; 64]).unwrap();
+    let mut asked = Vec::new();
+    for allowed in [4, u64::MAX] {
+        let questions = AtomicU64::new(0);
+        let is_cancelled = || questions.fetch_add(1, Ordering::Relaxed) >= allowed;
+        let outcome = engine.compile(&graph, &buffers, &is_cancelled);
+        match outcome {
+            Err(error) => assert_eq!((error, allowed), (EngineError::Cancelled, 4)),
+            Ok(mut plan) => plan.run().unwrap(),
+        }
+        asked.push(questions.into_inner());
+    }
+    assert_eq!(read(&*other, 0, 64), [0; 64]);
+    // Three for its one node, and three while almost 16 MiB are cleared.
+    assert_eq!(asked, [5, 6]);
+    assert!(rest(&*memory).iter().all(|byte| *byte == 0));
+    // A write, which the executor prepares.
+    let (memory, extent) = half();
+    drop(extent);
+    let cancelled = memory.unshare(15 * MIB, 4, &|| true);
+    assert_eq!(cancelled, Err(EngineError::Cancelled));
+    let asked = questions(|is_cancelled| memory.unshare(7 * MIB, 4, is_cancelled));
+    assert_eq!(asked, 0, "3 MiB are left");
+    memory.unshare(15 * MIB, 4, &|| false).unwrap();
+    let before = cleared();
+    write(&*memory, 15 * MIB, &[5; 4]).unwrap();
+    assert_eq!(cleared(), before);
+    assert_eq!(
+        read(&*memory, 15 * MIB - 4, 12),
+        [0, 0, 0, 0, 5, 5, 5, 5, 0, 0, 0, 0]
+    );
+    // What is not complete at the seal never is.
+    let (memory, extent) = half();
+    memory.freeze();
+    assert!(memory.extent(0, 16 * MIB).is_err());
+    assert!(extent.read(4096, &mut [0; 1]).is_err());
+    assert!(rest(&*memory).iter().all(|byte| *byte == 0));
+}
+
+/// A driver rounds allocations up, so that small extents would take more than their bytes.
+#[test]
+fn small_tensors_are_no_extents_on_a_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let [_, changes] = kinds();
+    let (engine, _) = start(folder.path(), &changes, 1 << 30);
+    let memory = for_weights(&engine, MODEL, &unlimited());
+    for len in [64 * KIB, MIB, 2 * MIB - 1] {
+        let outcome = memory.begin_extent(0, len).map(|_| ());
+        assert!(
+            matches!(outcome, Err(EngineError::OutOfBounds { .. })),
+            "{len}: {outcome:?}"
+        );
+    }
+    // Small tensors that follow each other have one segment, which ends where an extent begins.
+    let before = taken(&engine);
+    for at in (0..MIB).step_by(4096) {
+        write(&*memory, at, &[4; 4096]).unwrap();
+    }
+    let bytes = content(4 * MIB, 8);
+    drop(upload(&*memory, MIB, &bytes).unwrap());
+    assert!(taken(&engine) <= before, "{} of {before}", taken(&engine));
+    memory.freeze();
+    let used = taken(&engine);
+    assert!(used <= 2 * MIB + 6 * MIB, "{used}");
+    assert!(memory.extent(MIB, 4 * MIB).is_ok());
+    assert!(memory.extent(0, MIB).is_err());
+    assert_eq!(read(&*memory, 0, MIB), vec![4; MIB as usize]);
+    // Nor is a small buffer one for weights.
+    let small = engine.alloc(MIB).unwrap();
+    assert!(engine.alloc_weights(&small).unwrap().is_none());
+}
+
+/// ggml's Vulkan backend must not outlive a buffer that it has computed with.
+#[test]
+fn a_vulkan_backend_is_renewed_once_for_all_segments_that_were_freed() {
+    let folder = tempfile::tempdir().unwrap();
+    let changes = Changes {
+        device_name: "Vulkan0",
+        ..old_bytes()
+    };
+    let (engine, path) = start(folder.path(), &changes, 1 << 30);
+    let made = || counters::<1>(&path, c"made").unwrap()[0];
+    let before = made();
+    let buffers = [
+        for_weights(&engine, MODEL, &unlimited()),
+        engine.alloc(MODEL).unwrap(),
+    ];
+    let places: Vec<u64> = (0..8).map(|number| number * 4 * MIB).collect();
+    let mut extents = Vec::new();
+    let one = for_weights(&engine, MODEL, &unlimited());
+    for &at in &places {
+        drop(upload(&*one, at, &content(4 * MIB, at)).unwrap());
+    }
+    one.freeze();
+    for &at in &places {
+        extents.push((at, one.extent(at, 4 * MIB).unwrap()));
+    }
+    let graph = copies(&engine, MODEL, 64, &places);
+    let run = || engine.compile(&graph, &buffers, &|| false).unwrap().run();
+    for (at, _) in &extents {
+        drop(upload(&*buffers[0], *at, &content(4 * MIB, *at)).unwrap());
+    }
+    run().unwrap();
+    // Segments that no graph has used are freed.
+    for at in &places {
+        let two = for_weights(&engine, MODEL, &unlimited());
+        drop(upload(&*two, *at, &content(4 * MIB, *at)).unwrap());
+        drop(two);
+        run().unwrap();
+    }
+    assert_eq!(made(), before);
+    // All of them are merged.
+    buffers[0].freeze();
+    for (at, extent) in &extents {
+        assert_eq!(buffers[0].attach(*at, extent, &|| false), Ok(4 * MIB));
+    }
+    run().unwrap();
+    run().unwrap();
+    assert_eq!(made(), before + 1);
+}
