@@ -1,6 +1,8 @@
 //! Rng requests on weights, in several sessions of one user: every buffer has the bytes of a
 //! model, and the memory in use is at most what the buffers are charged for.
 
+#[path = "../../tests/common/mod.rs"]
+mod cache;
 mod common;
 
 use std::collections::HashMap;
@@ -11,8 +13,10 @@ use std::thread;
 use common::model::hash;
 use common::{Guest, Host};
 use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Process, WeightStore};
+use vgpu_ggml::{BackendOptions, GgmlEngine};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MIN_EXTENT, Reply, Request, Wanted};
@@ -42,13 +46,32 @@ static CONTENTS: LazyLock<Vec<(Vec<u8>, ContentHash)>> = LazyLock::new(|| {
 /// The tests measure the memory of the process, so they run one after the other.
 static MEASURING: Mutex<()> = Mutex::new(());
 
-fn host() -> (Host, WeightStore) {
+/// The CPU engine.
+fn cpu() -> Arc<dyn Engine> {
+    Arc::new(CpuEngine::new(1, Some(1 << 30)).expect("a thread"))
+}
+
+/// The engine over ggml's CPU backend.
+fn ggml_cpu() -> Arc<dyn Engine> {
+    let options = BackendOptions {
+        threads: 1,
+        memory: Some(1 << 30),
+        shares_weights: true,
+        ..BackendOptions::default()
+    };
+    let path = cache::cached("build-llama-0.3.36/bin/libggml-cpu.so");
+    let cpu = Arc::new(CpuEngine::new(1, None).expect("a thread"));
+    Arc::new(GgmlEngine::start(&path, &options, cpu).expect("`cargo xtask setup` makes it"))
+}
+
+fn host(engine: Arc<dyn Engine>) -> (Host, WeightStore) {
+    // As in a process that serves guests: what is freed does not count.
+    vgpu_executor::limit_kept_memory();
     // PR_SET_THP_DISABLE: the first byte of a huge page counts as 2 MiB.
     const NO_HUGE_PAGES: libc::c_int = 41;
     // SAFETY: the call takes numbers only and changes no mapping.
     assert_eq!(unsafe { libc::prctl(NO_HUGE_PAGES, 1, 0, 0, 0) }, 0);
-    let engine = CpuEngine::new(1, Some(1 << 30)).expect("a thread");
-    let host = Host::limited(Arc::new(engine), Limits::default(), 64);
+    let host = Host::limited(engine, Limits::default(), 64);
     let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
     host.server
         .share_weights(weights.clone())
@@ -262,9 +285,18 @@ fn outer<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[test]
 fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
+    random_requests(cpu());
+}
+
+#[test]
+fn random_requests_on_ggml_keep_contents_and_need_no_more_memory_than_is_charged() {
+    random_requests(ggml_cpu());
+}
+
+fn random_requests(engine: Arc<dyn Engine>) {
     let _measuring = outer(&MEASURING);
     LazyLock::force(&CONTENTS);
-    let (host, weights) = host();
+    let (host, weights) = host(engine);
     for seed in 1..3 {
         let mut drivers: Vec<Driver> = (0..3)
             .map(|i| Driver::new(connect(&host), seed * 100 + i))
@@ -315,8 +347,17 @@ fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
 
 #[test]
 fn sessions_that_race_on_one_store_keep_their_contents() {
+    race(cpu());
+}
+
+#[test]
+fn sessions_that_race_on_one_store_of_ggml_keep_their_contents() {
+    race(ggml_cpu());
+}
+
+fn race(engine: Arc<dyn Engine>) {
     let _measuring = outer(&MEASURING);
-    let (host, weights) = host();
+    let (host, weights) = host(engine);
     let connecting = Mutex::new(&host);
     let connect = || connect(*outer(&connecting));
     // Contents are known when they have been hashed, which has a low priority: how many of them

@@ -17,7 +17,12 @@ pub(crate) const MODEL: u64 = FIRST + SMALL + SECOND;
 
 /// A model in which all parts differ.
 pub(crate) fn model(seed: u32) -> Vec<u8> {
-    let numbers: Vec<f32> = (0..MODEL as u32 / 4)
+    model_of(seed, MODEL)
+}
+
+/// The same with so many bytes, of which the first tensor has two thirds, but for the small part.
+pub(crate) fn model_of(seed: u32, len: u64) -> Vec<u8> {
+    let numbers: Vec<f32> = (0..len as u32 / 4)
         .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 9) as f32)
         .collect();
     bytes(&numbers)
@@ -44,11 +49,18 @@ pub(crate) fn guest(host: &Host, uid: u32) -> Guest {
 }
 
 pub(crate) fn parts(model: &[u8]) -> [(u64, &[u8]); 2] {
-    let second = (FIRST + SMALL) as usize;
+    let (first, _) = small(model);
+    let second = (first + SMALL) as usize;
     [
-        (0, &model[..FIRST as usize]),
+        (0, &model[..first as usize]),
         (second as u64, &model[second..]),
     ]
+}
+
+/// The small part between the tensors.
+pub(crate) fn small(model: &[u8]) -> (u64, &[u8]) {
+    let first = (model.len() as u64 - SMALL) / 3 * 2;
+    (first, &model[first as usize..][..SMALL as usize])
 }
 
 /// Loads a model as a guest does. Returns the buffer, and the number of bytes that were not sent.
@@ -62,12 +74,8 @@ pub(crate) fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
             upload(guest, buffer, offset, part);
         }
     }
-    write(
-        guest,
-        buffer,
-        FIRST,
-        &model[FIRST as usize..][..SMALL as usize],
-    );
+    let (offset, part) = small(model);
+    write(guest, buffer, offset, part);
     guest.send(&Request::Seal { buffer });
     guest.fence();
     (buffer, not_sent)
