@@ -59,7 +59,7 @@ impl Default for BackendOptions<'_> {
             threads: 0,
             memory: None,
             repacks: true,
-            shares_weights: false,
+            shares_weights: true,
         }
     }
 }
