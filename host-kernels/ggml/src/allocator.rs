@@ -121,8 +121,8 @@ impl Allocator {
         }
     }
 
-    /// The bytes that the buffer of a segment takes of the device, with `size` bytes of its own: the
-    /// driver rounds them up.
+    /// The bytes that the buffer of a segment with `size` bytes takes of the device: the driver
+    /// rounds them up.
     pub(crate) fn segment_bytes(&self, size: u64) -> u64 {
         allocation_size(size).next_multiple_of(self.unit())
     }

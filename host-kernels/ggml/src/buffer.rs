@@ -14,7 +14,7 @@ use crate::allocator::{Allocator, Reservation, allocation_size};
 use crate::tensors;
 
 /// The bytes that are filled at a time where the backend has no function for it.
-const CHUNK: usize = 1 << 20;
+const CHUNK: usize = 64 << 10;
 
 /// The whole words of 4 bytes in a range: ggml's Vulkan backend fills no others
 /// (`vkCmdFillBuffer`). Empty, and within the range, if there is none.

@@ -22,7 +22,7 @@ use crate::nodes::{Encoded, Present, Source};
 use crate::pace::{Growth, Known, Pace, Piece};
 use crate::repack::{Product, RepackedSource};
 use crate::room::Room;
-use crate::segments::BYTES_TO_MOVE;
+use crate::segments::bytes_to_move;
 use crate::tensors::{Arena, Graph, numbers};
 
 /// The most tensors of a node: its result and its sources.
@@ -88,7 +88,10 @@ pub(crate) fn compile_bytes(counts: &GraphCounts, shares_weights: bool) -> u64 {
     let node = 2 * (size_of::<Split>() + size_of::<RepackedSource>()) + of_device.max(planned);
     let tensors = counts.tensors * (tensor + 16 + BYTES_OF_TENSOR);
     let all = tensors + counts.nodes * node + counts.buffers * (128 + BYTES_OF_BUFFER);
-    let moved = if shares_weights { BYTES_TO_MOVE } else { 0 };
+    let moved = match shares_weights {
+        true => bytes_to_move(counts.tensors),
+        false => 0,
+    };
     (all + moved + size_of::<GgmlPlan>() + 256) as u64
 }
 

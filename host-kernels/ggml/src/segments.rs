@@ -57,13 +57,18 @@ const RANGES_AT_ONCE: usize = 4096;
 /// Zeros to read at a time.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
+/// Bytes that a compilation copies at a time, through host memory that its guest is charged for.
+const COPIED: u64 = 64 << 10;
+
 /// The bytes of host memory for the objects of a segment at most.
 const OBJECTS: usize = 1024;
 
-/// The bytes of host memory that a compilation takes for moving weights, however many tensors it
-/// has: a chunk, and the segments with what says where they are.
-pub(crate) const BYTES_TO_MOVE: usize =
-    CHUNK as usize + MAX_SLOTS_ON_HOST as usize * (OBJECTS + 4 * size_of::<Range<u64>>());
+/// The bytes of host memory that a compilation for so many tensors takes for moving weights: what
+/// is copied at a time, the new segments, and where the others are.
+pub(crate) fn bytes_to_move(tensors: usize) -> usize {
+    let most = MAX_SLOTS_ON_HOST as usize;
+    COPIED as usize + 4 * most * size_of::<Range<u64>>() + tensors.min(most) * OBJECTS
+}
 
 /// How many segments a memory of `size` bytes has at most, together with the gaps between them. As
 /// many as models of this size have tensors; on a GPU as many as models of some GiB have.
@@ -128,10 +133,15 @@ impl Progress<'_> {
     }
 }
 
+/// The parts of a range of at most `len` bytes.
+fn parts(range: &Range<u64>, len: u64) -> impl Iterator<Item = Range<u64>> + use<> {
+    let end = range.end;
+    { range.clone().step_by(len as usize) }.map(move |at| at..end.min(at + len))
+}
+
 /// The parts of a range of at most [`CHUNK`] bytes.
 fn chunks(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
-    let end = range.end;
-    { range.clone().step_by(CHUNK as usize) }.map(move |at| at..end.min(at + CHUNK))
+    parts(range, CHUNK)
 }
 
 /// The buffer of a segment, which several memories can hold.
@@ -1114,8 +1124,8 @@ impl SegmentedMemory {
         Ok(Arc::clone(&held.extent) as Arc<dyn Extent>)
     }
 
-    /// As [`Memory::begin_extent`](vgpu_engine::Memory::begin_extent). Also refuses a range in which
-    /// bytes were written, which the guest may not write again, an extent of less than
+    /// As [`Memory::begin_extent`](vgpu_engine::Memory::begin_extent). Also refuses a range in
+    /// which bytes were written, which the guest may not write again, an extent of less than
     /// [`Allocator::min_extent`], and one more than the memory may have segments.
     ///
     /// # Errors
@@ -1306,8 +1316,8 @@ fn copy(
     let first = to.lead + before;
     to.extent.clear_up_to(first, progress)?;
     let there = from.extent.filled().min(from.lead + from.len);
-    let mut bytes = vec![0; CHUNK.min(from.len) as usize];
-    for part in chunks(&(from.lead..there)) {
+    let mut bytes = vec![0; COPIED.min(from.len) as usize];
+    for part in parts(&(from.lead..there), COPIED) {
         let chunk = &mut bytes[..(part.end - part.start) as usize];
         let at = first + part.start - from.lead;
         from.extent
