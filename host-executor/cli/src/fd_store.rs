@@ -5,7 +5,8 @@
 //! virtual machine, another process has to keep the machine's memory, its doorbell and the socket
 //! to its QEMU. This process does so with systemd's protocol: it receives file descriptors by
 //! `NOTIFY_SOCKET` and `FDSTORE`, passes these on by `LISTEN_FDS`, and starts the executor again
-//! when the executor has died, or has fallen silent (`WATCHDOG_USEC`).
+//! when the executor has died, or has fallen silent (`WATCHDOG_USEC`). Below the supervisor of
+//! `--isolate`, the standard input of the executor is in place of `NOTIFY_SOCKET`.
 
 use std::cell::Cell;
 use std::io::ErrorKind;
@@ -21,6 +22,7 @@ use command_fds::{CommandFdExt as _, FdMapping};
 use rustix::fs::FileType;
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::pipe::{PipeFlags, SpliceFlags, pipe_with, splice};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -149,11 +151,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 }
             }
         };
+        // At once: the executor hides.
+        executor.begin(child.id());
         log(
             Level::INFO,
             &format!("pid {} runs {}", child.id(), args.command.join(" ")),
         );
-        executor.begin(child.id());
         let status = loop {
             socket.receive(&mut executor, &mut stored);
             if signals.take_dump_request() {
@@ -227,6 +230,8 @@ struct Executor {
     /// The most threads of an executor. `None`: any number.
     max_threads: Option<usize>,
     threads: Option<ThreadWatch>,
+    /// Whether the executor is to be killed since nobody can count its threads.
+    is_unwatched: bool,
 }
 
 impl Executor {
@@ -240,6 +245,7 @@ impl Executor {
             watch: None,
             max_threads,
             threads: None,
+            is_unwatched: false,
         }
     }
 
@@ -247,13 +253,17 @@ impl Executor {
     fn begin(&mut self, pid: u32) {
         (self.pid, self.since, self.watch) = (pid, Some(Instant::now()), None);
         self.starts += 1;
-        self.threads = None;
+        (self.threads, self.is_unwatched) = (None, false);
         let Some(max) = self.max_threads else { return };
         match ThreadWatch::begin(pid, max) {
             Ok(threads) => self.threads = Some(threads),
             Err(error) => {
-                let line = format!("the threads of pid {pid} cannot be counted: {error}");
-                log(Level::WARN, &line);
+                let line = format!(
+                    "the threads of pid {pid} cannot be counted: {error}; it is killed, and the \
+                     next executor gets the files"
+                );
+                log(Level::ERROR, &line);
+                self.is_unwatched = true;
             }
         }
     }
@@ -264,8 +274,12 @@ impl Executor {
         self.threads = None;
     }
 
-    /// Whether the executor is to be killed, because it has too many threads.
+    /// Whether the executor is to be killed, because it has too many threads, or nobody can count
+    /// them.
     fn has_too_many_threads(&mut self) -> bool {
+        if std::mem::take(&mut self.is_unwatched) {
+            return true;
+        }
         let Some((count, max)) = self.threads.as_mut().and_then(ThreadWatch::look) else {
             return false;
         };
@@ -339,13 +353,21 @@ fn log_state(executor: &Executor, stored: &[(String, OwnedFd)]) {
 }
 
 /// Writes the state into the pipe of an executor that asks. A guest may have taken it over: what is
-/// no pipe could make this process wait.
+/// no pipe could make this process wait, and so could a pipe whose flags the executor changes
+/// meanwhile. So the state goes into a pipe of this process, and from there without waiting, which
+/// is a flag of this one call.
 fn answer(pipe: &OwnedFd, state: &str) {
     let is_pipe = rustix::fs::fstat(pipe)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo);
-    if is_pipe && rustix::io::ioctl_fionbio(pipe, true).is_ok() {
-        // What does not fit is left out.
-        let _ = rustix::io::write(pipe, state.as_bytes());
+    if !is_pipe {
+        return;
+    }
+    let Ok((ours, end)) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK) else {
+        return;
+    };
+    // What does not fit is left out.
+    if let Ok(len) = rustix::io::write(&end, state.as_bytes()) {
+        let _ = splice(&ours, None, pipe, None, len, SpliceFlags::NONBLOCK);
     }
 }
 
@@ -464,7 +486,9 @@ fn start(
     exec.fd_mappings(mappings)
         .context("passing file descriptors on")?;
     match &socket.folder {
-        Some(folder) => exec.env("NOTIFY_SOCKET", folder.path().join("notify")),
+        Some(folder) => exec
+            .env("NOTIFY_SOCKET", folder.path().join("notify"))
+            .env_remove(service::FD_STORE_ON_STDIN),
         // The executor of a guest must not reach the socket of the supervisor.
         None => exec
             .stdin(socket.renew()?)
@@ -586,8 +610,8 @@ impl NotifySocket {
         self.alive(executor.pid);
         let mut bytes = [0; 4096];
         let got = match credentials::receive(&self.socket, &mut bytes) {
-            // The executor has closed its socket, of a pair.
-            Ok(got) if got.bytes == 0 => {
+            // The executor has closed its socket, of a pair. An empty message has a sender.
+            Ok(got) if got.bytes == 0 && got.sender.is_none() => {
                 std::thread::sleep(POLL_INTERVAL);
                 return;
             }
@@ -720,6 +744,32 @@ fn apply<F>(text: &str, fd: Option<F>, stored: &mut Vec<(String, F)>) -> Option<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Neither a pipe that is full nor a file that is no pipe makes this process wait.
+    #[test]
+    fn an_answer_waits_for_nobody() {
+        let (read, write) = rustix::pipe::pipe().unwrap();
+        answer(&write, "the state");
+        let mut bytes = [0; 64];
+        let len = rustix::io::read(&read, &mut bytes).unwrap();
+        assert_eq!(&bytes[..len], b"the state");
+
+        // Full, and set to wait.
+        rustix::io::ioctl_fionbio(&write, true).unwrap();
+        while rustix::io::write(&write, &[7; 4096]).is_ok() {}
+        rustix::io::ioctl_fionbio(&write, false).unwrap();
+        let (done, is_done) = std::sync::mpsc::channel();
+        let full = write.try_clone().unwrap();
+        std::thread::spawn(move || {
+            answer(&full, &"x".repeat(200_000));
+            answer(&tempfile::tempfile().unwrap().into(), "no pipe");
+            done.send(()).unwrap();
+        });
+        let waited = is_done.recv_timeout(Duration::from_secs(60));
+        assert!(waited.is_ok(), "it waits for a reader");
+        drop(read);
+        answer(&write, "nobody reads");
+    }
 
     #[test]
     fn fds_of_other_processes_are_not_stored() {
