@@ -52,7 +52,7 @@ fn engine(path: &Path) -> Arc<dyn Engine> {
     let options = BackendOptions {
         threads: 1,
         memory: Some(512 << 20),
-        shares_weights: true,
+        shares_weights: Some(true),
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());

@@ -194,7 +194,7 @@ fn guests_that_load_at_once_need_one_copy_on_ggmls_cpu_backend() {
     let options = BackendOptions {
         threads: 1,
         memory: Some(MEMORY),
-        shares_weights: true,
+        shares_weights: Some(true),
         ..BackendOptions::default()
     };
     let path = cache::cached("build-llama-0.3.36/bin/libggml-cpu.so");

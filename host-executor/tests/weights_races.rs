@@ -56,7 +56,7 @@ fn ggml_cpu() -> Arc<dyn Engine> {
     let options = BackendOptions {
         threads: 1,
         memory: Some(1 << 30),
-        shares_weights: true,
+        shares_weights: Some(true),
         ..BackendOptions::default()
     };
     let path = cache::cached("build-llama-0.3.36/bin/libggml-cpu.so");

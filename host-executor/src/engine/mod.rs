@@ -27,7 +27,8 @@ pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use list::EngineList;
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, is_of_nvidia, select};
 
-/// The environment variable with which the engine over a backend of ggml shares no weights: `off`.
+/// The environment variable that says whether the engine over a backend of ggml shares weights: `on`
+/// or `off`.
 #[cfg(feature = "ggml")]
 const SHARE_ON_GGML: &str = "VGPU_GGML_SHARE_WEIGHTS";
 
@@ -40,7 +41,8 @@ const SHARE_ON_GGML: &str = "VGPU_GGML_SHARE_WEIGHTS";
 /// as one batch, `VGPU_KERNELS=general` disables the kernels that are tuned for one architecture,
 /// `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps weights in the
 /// layout in which guests have written them. `VGPU_GGML_SHARE_WEIGHTS=off` gives each guest its own
-/// copy of its weights on the engine over a backend of ggml. The CUDA engine also leaves out the kernels that the
+/// copy of its weights on the engine over a backend of ggml, as is the default on a GPU, and `on`
+/// one copy to guests with the same weights. The CUDA engine also leaves out the kernels that the
 /// self-check does not allow on the GPU.
 ///
 /// Of the kinds that stand for several engines, the first one is started. [`EngineKind::AnyGgml`]
@@ -139,7 +141,11 @@ fn start_ggml(
         threads: threads.count,
         memory,
         repacks: std::env::var_os("VGPU_REPACK").is_none_or(|set| set != "off"),
-        shares_weights: std::env::var_os(SHARE_ON_GGML).is_none_or(|set| set != "off"),
+        shares_weights: match std::env::var_os(SHARE_ON_GGML) {
+            Some(set) if set == "on" => Some(true),
+            Some(set) if set == "off" => Some(false),
+            _ => None,
+        },
     };
     let engine = vgpu_ggml::GgmlEngine::start(path, &options, fallback)?;
     Ok(Arc::new(engine))

@@ -48,8 +48,9 @@ pub struct BackendOptions<'a> {
     /// Whether products read copies of weights in layouts for which the backend has faster kernels,
     /// if it has any.
     pub repacks: bool,
-    /// Whether guests with the same weights hold them once.
-    pub shares_weights: bool,
+    /// Whether guests with the same weights hold them once; `None`: if the backend computes on the
+    /// CPU. On a GPU, a load that fits without that may not fit with it.
+    pub shares_weights: Option<bool>,
 }
 
 impl Default for BackendOptions<'_> {
@@ -59,7 +60,7 @@ impl Default for BackendOptions<'_> {
             threads: 0,
             memory: None,
             repacks: true,
-            shares_weights: true,
+            shares_weights: None,
         }
     }
 }
@@ -165,7 +166,7 @@ impl GgmlEngine {
         };
         Ok(GgmlEngine {
             description,
-            shares_weights,
+            shares_weights: shares_weights.unwrap_or(is_cpu),
             allocator: Arc::clone(&allocator),
             device: Arc::new(BackendDevice {
                 ggml: library,

@@ -41,6 +41,16 @@ const GPU: &str = "GGML_BACKEND_DEVICE_TYPE_GPU";
 
 /// ggml's CPU backend, whose new buffers have old bytes, with so much memory.
 fn start(folder: &Path, changes: &Changes<'_>, memory: u64) -> (GgmlEngine, PathBuf) {
+    start_with(folder, changes, memory, Some(true))
+}
+
+/// The same, which shares weights or does not.
+fn start_with(
+    folder: &Path,
+    changes: &Changes<'_>,
+    memory: u64,
+    shares_weights: Option<bool>,
+) -> (GgmlEngine, PathBuf) {
     // A library that is loaded stays as it is.
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let folder = folder.join(NEXT.fetch_add(1, Ordering::Relaxed).to_string());
@@ -50,7 +60,7 @@ fn start(folder: &Path, changes: &Changes<'_>, memory: u64) -> (GgmlEngine, Path
         threads: 1,
         memory: Some(memory),
         repacks: false,
-        shares_weights: true,
+        shares_weights,
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
@@ -164,6 +174,21 @@ fn many_small_segments_take_what_is_charged() {
         assert!(charged < MODEL + MODEL / 6 + 10 * MIB, "{charged}");
         for at in (0..MODEL).step_by(8 << 10) {
             // As an extent, if that is possible.
+/// On a GPU, what a load reserves for segments may be more than there is.
+#[test]
+fn weights_are_shared_by_default_on_the_cpu_only() {
+    let folder = tempfile::tempdir().unwrap();
+    for (changes, default) in kinds().into_iter().zip([true, false]) {
+        for option in [None, Some(true), Some(false)] {
+            let (engine, _) = start_with(folder.path(), &changes, 128 * MIB, option);
+            let first = engine.alloc(MODEL).unwrap();
+            let is_shared = engine.alloc_weights(&first).unwrap().is_some();
+            assert_eq!(is_shared, option.unwrap_or(default), "{option:?}");
+            assert_eq!(engine.supports_weights(), is_shared);
+        }
+    }
+}
+
             drop(memory.begin_extent(at + 256, 4096));
             write(&*memory, at + 7, &[1, 2, 3]).unwrap();
             assert!(taken(&engine) <= charged, "at {at}: {charged}");

@@ -41,7 +41,7 @@ pub(crate) fn start_at(path: &Path, memory: Option<u64>, repacks: bool) -> GgmlE
         threads: 1,
         memory,
         repacks,
-        shares_weights: true,
+        shares_weights: Some(true),
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
