@@ -372,6 +372,14 @@ impl Segments {
         let before = self.table.range(..=at).next_back();
         let behind = self.table.range(at..).next();
         before.map_or(0, |(from, held)| from + held.len)
+    /// All bytes of the segments in `range`, and those of `range`.
+    fn whole(&self, range: &Range<u64>) -> Range<u64> {
+        let met = self.meeting(range);
+        let start = met.first().map_or(range.start, |span| span.start);
+        let end = met.last().map_or(range.end, |span| span.end);
+        range.start.min(start)..range.end.max(end)
+    }
+
             ..behind.map_or(self.size, |(&until, _)| until)
     }
 
@@ -886,7 +894,9 @@ impl SegmentedMemory {
             is_written,
             moves,
         } = used;
-        // A segment for a whole gap may have these bytes by now.
+        // A segment for a whole gap, made for other bytes of the graph, may have these by now, or
+        // some of them.
+        let bytes = &state.whole(bytes);
         let is_one = |state: &Segments| {
             let around = state.around(bytes);
             around.is_some_and(|(start, held)| held.is_aligned(start))
@@ -922,8 +932,8 @@ impl SegmentedMemory {
 
     /// For each range the segment that has all of its bytes, and where its buffer begins in this
     /// memory; and the [`changes`](SegmentedMemory::changes) as long as that is so. Bytes in
-    /// several segments move to one, and nothing moves twice. For bytes that a plan writes, the
-    /// segment belongs to this memory alone.
+    /// several segments move to one, and what was written moves at most once. For bytes that a plan
+    /// writes, the segment belongs to this memory alone.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`]; [`EngineError::Cancelled`] once `is_cancelled` has returned

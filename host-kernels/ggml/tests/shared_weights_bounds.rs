@@ -133,6 +133,19 @@ fn fill_up(engine: &dyn Engine) -> Vec<Arc<dyn Memory>> {
     all
 }
 
+/// Writes 64 bytes of `7` to as many places as the buffer of [`MODEL`] bytes may have segments. The
+/// last place is [`LAST`]; the gap before it begins at less than 3 MiB.
+fn use_all_slots(memory: &dyn Memory, is_gpu: bool) {
+    // Each leaves a gap before it, and there is one behind the last: 160 slots, and 6 on a GPU.
+    let others = if is_gpu { 1 } else { 78 };
+    let places = (0..others).map(|number| 256 + number * 8 * KIB);
+    for at in places.chain([LAST]) {
+        write(memory, at, &[7; 64]).unwrap();
+    }
+}
+
+const LAST: u64 = 24 * MIB;
+
 /// A graph that copies tensors of `len` bytes at these places of the weights to another buffer.
 fn copies(engine: &dyn Engine, size: u64, len: u64, places: &[u64]) -> ValidGraph {
     let row = [len / 4, 1, 1, 1];
@@ -356,6 +369,27 @@ fn a_graph_with_many_tensors_makes_few_segments() {
 
 /// The segments are found in one pass over them and the tensors, which can be cancelled, in the
 /// memory that is announced.
+/// A tensor in a gap gets a segment for all of the gap, in which the next tensor begins.
+#[test]
+fn a_graph_moves_a_tensor_that_straddles_the_segment_of_another_one() {
+    let folder = tempfile::tempdir().unwrap();
+    for (changes, is_gpu) in kinds().into_iter().zip([false, true]) {
+        let (engine, _) = start(folder.path(), &changes, 1 << 30);
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        use_all_slots(&*memory, is_gpu);
+        let before = read(&*memory, 0, MODEL);
+        let other = engine.alloc(MODEL).unwrap();
+        let graph = copies(&engine, MODEL, 64, &[8 * MIB, LAST - 32]);
+        let buffers = [Arc::clone(&memory), Arc::clone(&other)];
+        let mut plan = engine.compile(&graph, &buffers, &|| false).unwrap();
+        plan.run().unwrap();
+        assert_eq!(read(&*other, 0, 64), [[0; 32], [7; 32]].concat());
+        assert!(read(&*memory, 0, MODEL) == before);
+        assert!(plan.is_current());
+        assert!(memory.bytes_in_use() > LAST - 3 * MIB, "the gap was filled");
+    }
+}
+
 #[test]
 fn compiling_for_many_segments_is_announced_and_can_be_cancelled() {
     let folder = tempfile::tempdir().unwrap();
