@@ -351,7 +351,12 @@ impl Segments {
 
     /// Whether a segment may begin in a gap, which leaves a gap before it and one behind it.
     fn has_slots(&self) -> bool {
-        self.slots() + 2 <= self.max_slots
+        self.has_slots_for(1)
+    }
+
+    /// Whether so many segments may begin in gaps.
+    fn has_slots_for(&self, segments: u64) -> bool {
+        self.slots() + 2 * segments <= self.max_slots
     }
 
     /// The spans of the segments with bytes in `range`, in order.
@@ -367,11 +372,6 @@ impl Segments {
             .collect()
     }
 
-    /// The gap that has the byte at `at`.
-    fn gap(&self, at: u64) -> Range<u64> {
-        let before = self.table.range(..=at).next_back();
-        let behind = self.table.range(at..).next();
-        before.map_or(0, |(from, held)| from + held.len)
     /// All bytes of the segments in `range`, and those of `range`.
     fn whole(&self, range: &Range<u64>) -> Range<u64> {
         let met = self.meeting(range);
@@ -380,6 +380,11 @@ impl Segments {
         range.start.min(start)..range.end.max(end)
     }
 
+    /// The gap that has the byte at `at`.
+    fn gap(&self, at: u64) -> Range<u64> {
+        let before = self.table.range(..=at).next_back();
+        let behind = self.table.range(at..).next();
+        before.map_or(0, |(from, held)| from + held.len)
             ..behind.map_or(self.size, |(&until, _)| until)
     }
 
@@ -1202,7 +1207,8 @@ impl SegmentedMemory {
         self.state().bytes
     }
 
-    /// As [`Memory::unshare`](vgpu_engine::Memory::unshare). Also clears what a write would clear.
+    /// As [`Memory::unshare`](vgpu_engine::Memory::unshare). Also clears what a write would clear,
+    /// and all of a range that several writes fill, which may begin with its last bytes.
     ///
     /// # Errors
     /// As there.
@@ -1217,14 +1223,20 @@ impl SegmentedMemory {
         let mut progress = Progress::new(is_cancelled);
         let mut state = self.state();
         self.own(&mut state, &range, &mut progress)?;
-        if len > CHUNK {
-            // More than a message has: writes that follow each other. They get one segment.
+        // More than a message has: writes that follow each other. They get one segment.
+        let is_long = len > CHUNK;
+        let gaps = state.gaps(&range).len() as u64;
+        // A write may get a segment for a whole gap, of which it clears what comes before it.
+        if is_long || !state.has_slots_for(gaps + 1) {
             self.fill_gaps(&mut state, &range)?;
         }
         for span in state.meeting(&range) {
             if let Some(HeldSegment { extent, lead, .. }) = state.table.get(&span.start) {
-                let at = offset.saturating_sub(span.start) + lead;
-                extent.clear_up_to(at, &mut progress)?;
+                let until = match is_long {
+                    true => span.end.min(range.end),
+                    false => span.start.max(range.start),
+                };
+                extent.clear_up_to(until - span.start + lead, &mut progress)?;
             }
         }
         Ok(())

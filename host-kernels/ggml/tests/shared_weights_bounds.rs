@@ -551,6 +551,43 @@ fn memory_is_cleared_only_where_nothing_was_written() {
 
 /// A driver rounds allocations up, so that small extents would take more than their bytes.
 #[test]
+/// The executor prepares a write, which then clears nothing under the lock.
+#[test]
+fn what_a_write_clears_is_cleared_before_with_questions() {
+    let folder = tempfile::tempdir().unwrap();
+    for (changes, is_gpu) in kinds().into_iter().zip([false, true]) {
+        let (engine, path) = start(folder.path(), &changes, 1 << 30);
+        let cleared = || counters::<1>(&path, c"cleared_kib").unwrap()[0] as u64 * KIB;
+        let prepare = |memory: &dyn Memory, at, len| {
+            let cancelled = memory.unshare(at, len, &|| true);
+            assert_eq!(cancelled, Err(EngineError::Cancelled));
+            let asked = AtomicU64::new(0);
+            let count = || asked.fetch_add(1, Ordering::Relaxed) == u64::MAX;
+            memory.unshare(at, len, &count).unwrap();
+            asked.into_inner()
+        };
+        // One byte, whose segment has the whole gap. The gap has more than 20 MiB before the byte,
+        // and 4 MiB of them are cleared before the first question.
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        use_all_slots(&*memory, is_gpu);
+        let asked = prepare(&*memory, LAST - MIB, 1);
+        assert_eq!(asked, 4);
+        let before = cleared();
+        write(&*memory, LAST - MIB, &[1]).unwrap();
+        assert_eq!(cleared(), before);
+        assert_eq!(read(&*memory, LAST - MIB - 1, 3), [0, 1, 0]);
+        // A copy that begins with the last bytes.
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        let asked = prepare(&*memory, 0, 24 * MIB);
+        assert_eq!(asked, 5);
+        let before = cleared();
+        write(&*memory, 24 * MIB - 4, &[1; 4]).unwrap();
+        assert_eq!(cleared(), before);
+        let end = read(&*memory, 24 * MIB - 8, 12);
+        assert_eq!(end, [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]);
+    }
+}
+
 fn small_tensors_are_no_extents_on_a_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let [_, changes] = kinds();
