@@ -78,6 +78,9 @@ struct Pieces {
 pub(crate) struct CudaExtent {
     memory: CudaMemory,
     filled: AtomicU64,
+    /// Nobody has written the bytes before this one: the piece begins at a multiple of [`ALIGN`],
+    /// and the write for which it was made does not.
+    written_from: u64,
 }
 
 /// A buffer's hold of a piece.
@@ -91,9 +94,15 @@ impl HeldPiece {
 
     /// A new piece that is complete.
     fn whole(memory: CudaMemory) -> HeldPiece {
+        HeldPiece::written(memory, 0)
+    }
+
+    /// The same, in which nobody has written the bytes before `from`.
+    fn written(memory: CudaMemory, from: u64) -> HeldPiece {
         HeldPiece::new(Arc::new(CudaExtent {
             filled: AtomicU64::new(memory.size()),
             memory,
+            written_from: from,
         }))
     }
 
@@ -496,9 +505,13 @@ impl WeightMemory {
             let Some(held) = state.remove(start) else {
                 continue;
             };
+            let from = held.piece().written_from;
             match held.into_memory() {
                 // A piece that is written ends as an extent.
-                Ok(memory) => state.insert(start, HeldPiece::whole(memory)),
+                Ok(memory) => {
+                    let from = from.min(range.start.saturating_sub(start));
+                    state.insert(start, HeldPiece::written(memory, from));
+                }
                 Err(held) => {
                     let range = start..start + held.piece().size();
                     state.insert(start, held);
@@ -526,7 +539,7 @@ impl WeightMemory {
             let end = part.end.checked_next_multiple_of(unit);
             let end = end.map_or(gap.end, |end| end.min(gap.end));
             let memory = self.alloc(state, end - start, end - start)?;
-            state.insert(start, HeldPiece::whole(memory));
+            state.insert(start, HeldPiece::written(memory, part.start - start));
         }
         Ok(())
     }
@@ -806,7 +819,13 @@ impl Memory for WeightMemory {
         let met = state.meeting(&range);
         let is_here = len > 0 && offset.is_multiple_of(ALIGN) && !state.is_frozen;
         let is_fixed = met.iter().any(is_shared) || Self::cuts_large(&met, &range);
-        if !is_here || is_fixed || state.pieces.len() >= MAX_PIECES {
+        // The guest may not write these bytes again.
+        let is_written = |(start, piece): &(u64, Arc<CudaExtent>)| {
+            let written = start + piece.written_from..start + piece.filled();
+            written.start < written.end.min(range.end) && written.end > range.start
+        };
+        let is_possible = is_here && !is_fixed && !met.iter().any(is_written);
+        if !is_possible || state.pieces.len() >= MAX_PIECES {
             return Err(self.no_extent(&range));
         }
         drop(met);
@@ -817,6 +836,7 @@ impl Memory for WeightMemory {
             let extent = Arc::new(CudaExtent {
                 memory,
                 filled: AtomicU64::new(0),
+                written_from: 0,
             });
             state.insert(offset, HeldPiece::new(Arc::clone(&extent)));
             self.has_changed();

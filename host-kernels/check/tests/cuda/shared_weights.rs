@@ -268,6 +268,48 @@ fn weights_come_in_any_order_and_size() {
     assert!(out[5..] == expected[..expected.len() - 5]);
 }
 
+/// A guest that names an extent again may send only some of its bytes.
+#[test]
+fn an_extent_is_not_begun_where_bytes_were_written() {
+    const LEN: u64 = 70_000;
+    let (engine, _device) = engine();
+    let read = |memory: &dyn Memory, offset, len| {
+        let mut bytes = vec![1; len];
+        memory.read(offset, (&mut bytes[..]).into()).unwrap();
+        bytes
+    };
+    let is_refused = |memory: &dyn Memory| {
+        let outcome = memory.begin_extent(0, LEN).map(drop);
+        let is_so = matches!(outcome, Err(EngineError::OutOfBounds { .. }));
+        assert!(is_so, "{outcome:?}");
+    };
+    let one = buffer(&engine, 2 * LEN);
+    one.write(8192, (&[7; 256][..]).into()).unwrap();
+    is_refused(&*one);
+    assert_eq!(read(&*one, 8192, 256), [7; 256]);
+    let two = buffer(&engine, 2 * LEN);
+    drop(two.begin_extent(0, LEN).unwrap());
+    // Nothing was written.
+    let extent = two.begin_extent(0, LEN).unwrap();
+    two.append(&extent, (&[1; 256][..]).into()).unwrap();
+    drop(extent);
+    is_refused(&*two);
+    assert_eq!(read(&*two, 0, 512), [vec![1; 256], vec![0; 256]].concat());
+    // The first piece begins before what is written, until the bytes before are written, too.
+    let three = buffer(&engine, 2 * LEN);
+    three.write(LEN, (&[2; 256][..]).into()).unwrap();
+    drop(three.begin_extent(0, LEN).unwrap());
+    assert_eq!(read(&*three, LEN - 1, 2), [0, 2]);
+    let four = buffer(&engine, 2 * LEN);
+    four.write(LEN, (&[2; 256][..]).into()).unwrap();
+    four.write(LEN - 1, (&[3][..]).into()).unwrap();
+    is_refused(&*four);
+    assert_eq!(read(&*four, LEN - 2, 3), [0, 3, 2]);
+    // What was written ends where the extent begins.
+    assert!(two.begin_extent(256, LEN).is_ok());
+    assert_eq!(read(&*two, 0, 512), [vec![1; 256], vec![0; 256]].concat());
+}
+
 #[test]
 fn without_memory_everything_stays_as_it_was() {
     // Each allocation is one of the device.
