@@ -27,8 +27,8 @@ pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use list::EngineList;
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, is_of_nvidia, select};
 
-/// The environment variable that says whether the engine over a backend of ggml shares weights: `on`
-/// or `off`.
+/// The environment variable that says whether the engine over a backend of ggml shares weights:
+/// `on` or `off`.
 #[cfg(feature = "ggml")]
 const SHARE_ON_GGML: &str = "VGPU_GGML_SHARE_WEIGHTS";
 

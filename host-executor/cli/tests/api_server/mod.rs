@@ -272,7 +272,7 @@ fn fault(slice: &Value) -> Option<String> {
             let range = &policy["validRange"];
             let is_valid = match (range.is_null(), policy["validValues"].as_array()) {
                 (true, Some(values)) => values.iter().any(|one| number(one) == Some(default)),
-                // With a step, the scheduler of Kubernetes 1.34 computes in numbers that wrap around.
+                // With a step, the scheduler of Kubernetes 1.34 computes in numbers that wrap.
                 (false, None) if range["step"].is_null() => {
                     number(&range["min"]).is_some_and(|min| min <= default && min <= value)
                 }

@@ -267,8 +267,8 @@ mod tests {
         CertifiedIssuer::self_signed(parameters, KeyPair::generate().unwrap()).unwrap()
     }
 
-    /// A server at an address that its certificate names, if `name` is that address. It answers each
-    /// request with an object, or with a refusal if the token is another one.
+    /// A server at an address that its certificate names, if `name` is that address. It answers
+    /// each request with an object, or with a refusal if the token is another one.
     async fn server(authority: &CertifiedIssuer<'static, KeyPair>, name: &str) -> u16 {
         let key = KeyPair::generate().unwrap();
         let parameters = CertificateParams::new(vec![name.to_owned()]).unwrap();

@@ -265,8 +265,8 @@ fn by_helm(tests: &TestRun<'_>, node: &Node, guide: &mut Guide, tag: &str) -> Re
     Ok(())
 }
 
-/// The page's claims in place of the device plugin: `pod-claim.yaml`, and a pod for which its device
-/// has too little memory left.
+/// The page's claims in place of the device plugin: `pod-claim.yaml`, and a pod for which its
+/// device has too little memory left.
 fn by_claims(node: &Node, guide: &mut Guide) -> Result<()> {
     node.run("helm uninstall vgpu-cpu --namespace kube-system")?;
     node.run("kubectl label node node vgpu-")?;
