@@ -16,6 +16,8 @@ struct Chart {
     id: &'static str,
     title: &'static str,
     figure: fn(&Counts) -> Option<f64>,
+    /// Whether a part of the window with less than one graph needs those before it.
+    is_of_graphs: bool,
     text: fn(f64) -> String,
 }
 
@@ -24,12 +26,14 @@ const CHARTS: [Chart; 6] = [
         id: "tokens",
         title: "Tokens per second",
         figure: |counts| counts.rate(counts.tokens),
+        is_of_graphs: false,
         text: number,
     },
     Chart {
         id: "graphs",
         title: "Graphs per second",
         figure: |counts| counts.rate(counts.graphs),
+        is_of_graphs: false,
         text: number,
     },
     Chart {
@@ -37,24 +41,28 @@ const CHARTS: [Chart; 6] = [
         title: "Share of the engine's time",
         // A turn counts when it ends, and may have begun before this part of the window.
         figure: |counts| counts.rate(counts.busy).map(|part| part.min(1.0)),
+        is_of_graphs: false,
         text: percent,
     },
     Chart {
         id: "run",
         title: "Run time of a graph",
         figure: |counts| counts.each(counts.busy),
+        is_of_graphs: true,
         text: seconds,
     },
     Chart {
         id: "queue",
         title: "Time of a graph in the queue",
         figure: |counts| counts.each(counts.queued),
+        is_of_graphs: true,
         text: seconds,
     },
     Chart {
         id: "batch",
         title: "Graphs in a batch",
         figure: Counts::batch,
+        is_of_graphs: false,
         text: number,
     },
 ];
@@ -90,7 +98,7 @@ pub(super) fn charts(series: &[Series<'_>]) -> String {
 
 fn one(chart: &Chart, series: &[Series<'_>]) -> String {
     let values = series.iter().map(|one| {
-        let values = one.curve.iter().map(|part| chart_value(chart, part));
+        let values = (0..one.curve.len()).map(|at| chart_value(chart, &one.curve[..=at]));
         values.collect::<Vec<Option<f64>>>()
     });
     let values: Vec<Vec<Option<f64>>> = values.collect();
@@ -139,8 +147,20 @@ fn one(chart: &Chart, series: &[Series<'_>]) -> String {
     )
 }
 
-fn chart_value(chart: &Chart, part: &Option<Counts>) -> Option<f64> {
-    part.as_ref().and_then(chart.figure)
+/// The figure of the last part of a curve. For a figure of each graph, a part in which less than
+/// one has ended is taken together with those before it, until there is one.
+fn chart_value(chart: &Chart, parts: &[Option<Counts>]) -> Option<f64> {
+    let (last, before) = parts.split_last()?;
+    let mut counts = (*last)?;
+    if chart.is_of_graphs && counts.graphs > 0.0 {
+        let mut before = before.iter().rev();
+        while counts.graphs < 1.0
+            && let Some(Some(part)) = before.next()
+        {
+            counts = counts.and(part);
+        }
+    }
+    (chart.figure)(&counts)
 }
 
 /// The points of each unbroken part of a curve whose highest value is `most`.
@@ -174,6 +194,29 @@ fn segments(values: &[Option<f64>], most: f64) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A graph of 8 s whose end lies between two parts of the window, most of it in the second.
+    #[test]
+    fn a_small_part_of_a_graph_does_not_take_the_time_of_a_whole_one() {
+        let part = |graphs: f64, busy: f64| {
+            Some(Counts {
+                seconds: 4.0,
+                graphs,
+                busy,
+                ..Counts::default()
+            })
+        };
+        let [rate, run] = ["graphs", "run"].map(|id| {
+            let chart = CHARTS.iter().find(|chart| chart.id == id);
+            chart.expect("a chart")
+        });
+        let curve = [None, part(0.0, 4.0), part(0.01, 3.96), part(0.99, 0.04)];
+        assert_eq!(chart_value(rate, &curve), Some(0.99 / 4.0));
+        assert_eq!(chart_value(run, &curve), Some(4.0));
+        assert_eq!(chart_value(run, &curve[..3]), None, "no graph has ended");
+        assert_eq!(chart_value(run, &curve[..2]), None);
+        assert_eq!(chart_value(run, &[part(2.0, 1.0)]), Some(0.5));
+    }
 
     #[test]
     fn a_curve_is_broken_where_nothing_is_known() {

@@ -68,9 +68,16 @@ impl Counts {
         (self.seconds > 0.0).then(|| figure / self.seconds)
     }
 
-    /// A figure for each graph.
+    /// A figure for each graph. `None` for less than one: the counters between two samples are
+    /// taken as if they had grown evenly, so that there may be a small part of a graph beside all of
+    /// its time.
     pub(super) fn each(&self, figure: f64) -> Option<f64> {
-        (self.graphs > 0.0).then(|| figure / self.graphs)
+        (self.graphs > 1.0 - 1e-6).then(|| figure / self.graphs)
+    }
+
+    /// What both have grown by together.
+    pub(super) fn and(&self, before: &Counts) -> Counts {
+        self.with(*before, |own, before| own + before)
     }
 
     /// The mean size of a batch.
