@@ -115,9 +115,9 @@ pub trait Memory: Send + Sync + Any {
     /// bytes as a copy for those who use it.
     ///
     /// # Errors
-    /// [`EngineError::OutOfBounds`] if the range does not lie inside, is shared already, or has bytes
-    /// that an extent of its own would lose; [`EngineError::ForeignMemory`] if this memory does not
-    /// support extents.
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside, is shared already, or has
+    /// bytes that an extent of its own would lose; [`EngineError::ForeignMemory`] if this memory
+    /// does not support extents.
     fn begin_extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
         let _ = (offset, len);
         Err(EngineError::ForeignMemory)

@@ -47,8 +47,8 @@ pub(crate) fn devices(executor: &GuestList, options: &Options) -> Vec<Value> {
     let devices = devices.filter_map(|(index, device)| {
         let memory = device.memory.saturating_sub(device.raised) / SLICE_UNIT;
         let default = (options.slice / SLICE_UNIT).min(memory);
-        // With a step in a range, the scheduler computes in numbers of 64 bits that wrap, and counts
-        // huge requests as negative ones.
+        // With a step in a range, the scheduler computes in numbers of 64 bits that wrap, and
+        // counts huge requests as negative ones.
         (memory > 0).then(|| {
             let address = device.address.as_deref();
             let node = address.and_then(|address| numa::node_of(&options.sysfs, address));

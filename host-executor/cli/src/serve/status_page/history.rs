@@ -69,8 +69,8 @@ impl Counts {
     }
 
     /// A figure for each graph. `None` for less than one: the counters between two samples are
-    /// taken as if they had grown evenly, so that there may be a small part of a graph beside all of
-    /// its time.
+    /// taken as if they had grown evenly, so that there may be a small part of a graph beside all
+    /// of its time.
     pub(super) fn each(&self, figure: f64) -> Option<f64> {
         (self.graphs > 1.0 - 1e-6).then(|| figure / self.graphs)
     }
