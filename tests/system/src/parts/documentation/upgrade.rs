@@ -56,10 +56,8 @@ pub(super) fn follow(
     // The packages leave the executor and the loaded model alone.
     copy_release(&container, packages, HOME)?;
     let said = container.run(USER, &install.take("dpkg --install")?)?;
-    let advice = format!(
-        "vgpu: running guests keep vgpu {old}; when they may stop: vgpu check-config && \
-         systemctl restart vgpu"
-    );
+    let advice = "vgpu: running guests keep their version; when they may stop: vgpu check-config \
+                  && systemctl restart vgpu";
     ensure!(
         said.lines().any(|line| line == advice),
         "no {advice:?} in\n{said}"
