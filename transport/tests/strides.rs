@@ -52,6 +52,23 @@ proptest! {
     })]
 
     #[test]
+    fn strides_that_engines_compute_with_lie_inside_the_buffer(
+        ne in prop::array::uniform4(0..4u64),
+        nb in prop::array::uniform4(number()),
+        size in number(),
+    ) {
+        let shape = Shape { ty: Type::F32, ne, nb: nb.map(|nb| nb / 4 * 4) };
+        let plain = shape.with_plain_strides();
+        if shape.is_empty() {
+            prop_assert_eq!(plain.nb, [4; 4]);
+        } else if check(shape, 0, size).is_ok() {
+            for (n, nb) in ne.into_iter().zip(plain.nb) {
+                prop_assert!((n - 1) * nb < size, "{plain:?} in {size} bytes");
+            }
+        }
+    }
+
+    #[test]
     fn tensors_are_valid_only_inside_their_buffer(
         ty in prop::sample::select(Type::ALL),
         ne in prop::array::uniform4(1..5u64),

@@ -96,9 +96,10 @@ impl Shape {
         Some(last)
     }
 
-    /// The size of one row with adjacent blocks, in bytes.
+    /// The size of one row with adjacent blocks, in bytes. The product saturates; it is exact for
+    /// validated tensors with elements.
     pub fn row_bytes(&self) -> u64 {
-        self.ne[0] / self.ty.block_elements() * self.ty.block_bytes()
+        (self.ne[0] / self.ty.block_elements()).saturating_mul(self.ty.block_bytes())
     }
 
     /// Whether the blocks of each row are adjacent (`ggml_is_contiguous_rows` without the trivial
@@ -130,10 +131,16 @@ impl Shape {
     }
 
     /// The same shape, with dense strides in the dimensions with fewer than two elements. Such a
-    /// stride has no meaning and may have any value. After the call, all strides of a validated
-    /// tensor are smaller than its buffer, so engines may compute with them.
+    /// stride has no meaning and may have any value. The same is true of all strides of a tensor
+    /// without elements: they become the length of a block. After the call, no stride of a
+    /// validated tensor is longer than its buffer, times an index, so engines may compute with
+    /// them.
     pub fn with_plain_strides(&self) -> Shape {
         let Shape { ty, ne, mut nb } = *self;
+        if self.is_empty() {
+            let nb = [ty.block_bytes(); 4];
+            return Shape { ty, ne, nb };
+        }
         let mut dense = ty.block_bytes();
         for d in 0..4 {
             if ne[d] < 2 {
@@ -144,7 +151,7 @@ impl Shape {
             } else {
                 ne[d]
             };
-            dense = nb[d].wrapping_mul(units); // wraps only for an empty tensor
+            dense = nb[d].saturating_mul(units); // exact for a validated tensor
         }
         Shape { ty, ne, nb }
     }
