@@ -5,6 +5,7 @@
 //! `VGPU_PARTS=0.5 cargo test --release -p vgpu-executor --test longest_parts -- --nocapture`
 //! measures each shape for that many seconds, as `cargo xtask bench parts` does. The ordinary test
 //! measures nothing: it runs one launch of each, and counts them, so that the shapes stay valid.
+//! With `VGPU_PARTS_COLD=1`, nobody has written to the pages of any operand before a launch.
 
 mod bench;
 #[path = "../../../transport/tests/common/ops.rs"]
@@ -28,7 +29,7 @@ use windows::windows;
 
 /// The shapes that the engine computes. The lists also have operators with types that these do not
 /// take.
-const COMPUTED: usize = 986;
+const COMPUTED: usize = 991;
 
 /// Bytes of the buffer of each operand.
 const BUFFER: u64 = 256 << 20;
@@ -39,7 +40,8 @@ fn the_longest_parts_of_every_operator() {
     let seconds = seconds.map(|s| s.parse::<f64>().expect("seconds"));
     let only = std::env::var("VGPU_PARTS_OF").unwrap_or_default();
     let size = BUFFER;
-    let bench = Bench::new(size);
+    let is_cold = std::env::var_os("VGPU_PARTS_COLD").is_some();
+    let bench = Bench::new(size, is_cold);
     let mut computed = 0;
     for shapes in [rows(), of_types(), windows(), others()]
         .into_iter()

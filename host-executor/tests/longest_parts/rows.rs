@@ -142,6 +142,29 @@ pub(crate) fn rows() -> Vec<Shapes> {
                 src,
             ))
         }));
+        all.push(shapes(
+            format!("DSV4_HC_PRE of many streams of {} elements", stride / 4),
+            move |streams| {
+                let n = stride / 4;
+                let src = vec![f32([n, streams, 1, 1]), f32([n, streams, 1, 1])];
+                let op = Op::Dsv4HcPre {
+                    scale: 1.0,
+                    gated: true,
+                };
+                Some((op, f32([n, 1, 1, 1]), src))
+            },
+        ));
+        all.push(shapes(
+            format!("DSV4_HC_POST of many streams of {} elements", stride / 4),
+            move |streams| {
+                let n = stride / 4;
+                let rows = f32([n, streams, 1, 1]);
+                let mut mixes = f32([streams, streams, 1, 1]);
+                (mixes.nb[1], mixes.nb[2], mixes.nb[3]) = (0, 0, 0);
+                let src = vec![f32([n, 1, 1, 1]), rows, f32([streams, 1, 1, 1]), mixes];
+                Some((Op::Dsv4HcPost {}, rows, src))
+            },
+        ));
     }
     all.push(shapes("GET_REL_POS", |n| {
         let (to, from) = (

@@ -191,6 +191,15 @@ pub(crate) fn windows() -> Vec<Shapes> {
         ];
         Some((Op::LightningIndexer {}, f32([4096, 128, 1, 1]), src))
     }));
+    all.push(shapes("LIGHTNING_INDEXER of one head", |n| {
+        let src = vec![
+            f32([n, 1, 1, 1]),
+            overlapping(Type::Q3K, [n, 1, 256, 1]),
+            f32([1, 1, 1, 1]),
+            typed(Type::F16, [256, 1, 1, 1]),
+        ];
+        Some((Op::LightningIndexer {}, f32([256, 1, 1, 1]), src))
+    }));
     let heads = |size: u64| f32([size, 1, 4, 1]);
     for kind in [OpKind::RwkvWkv6, OpKind::RwkvWkv7, OpKind::GatedLinearAttn] {
         all.push(shapes(kind.ggml_name(), move |size| {

@@ -283,10 +283,11 @@ pub fn of(graph: &Graph, node: &Node) -> Work {
         // A tile of fewer rows reads as many activations.
         PartKind::Tile if matches!(node.op, Op::MulMat { .. } | Op::MulMatId { .. }) => loops.part,
         PartKind::Tile => loops.part.min(loops.count.saturating_mul(SCATTERED)),
-        PartKind::Row | PartKind::Window => {
+        kind @ (PartKind::Row | PartKind::Window) => {
             let operands = node.src.as_slice().iter().flatten();
             let operands = operands.map(|&src| &graph.tensors[src as usize]);
-            let steps = operands.chain([dst]).map(|o| steps_between(&o.shape)).max();
+            let shapes = operands.chain([dst]).map(|operand| &operand.shape);
+            let steps = shapes.map(|shape| steps_between(shape, kind)).max();
             let part = loops.part.min(loops.count.saturating_mul(TRIGONOMETRIC));
             part.saturating_mul(steps.unwrap_or(1))
         }
@@ -334,15 +335,31 @@ fn in_order(graph: &Graph, node: &Node) -> u64 {
 /// or pages are waited for. Measured on a thread of an AMD EPYC (model 17), with five operands:
 /// 38 ns for an element of OPT_STEP_ADAMW with 64 bytes between elements, 140 ns with 4096 bytes,
 /// and 2.5 ns without gaps.
-const fn steps_between(shape: &Shape) -> u64 {
+///
+/// The first access to a page takes longer, since the kernel clears the page. Measured in a virtual
+/// machine on an Intel processor: 1.7 to 2.6 µs for 4 KiB, 360 µs and more for 2 MiB. A guest can
+/// give the pages of its buffers back and write to them again. Windows have other operands in each
+/// row ([`WINDOW_ROW`]).
+const fn steps_between(shape: &Shape, kind: PartKind) -> u64 {
     let gap = shape.nb[0] / shape.ty.block_elements();
     match gap {
         _ if shape.ne[0] <= 1 => 1,
         0..=8 => 1,
         9..=1023 => 16,
-        _ => 64,
+        _ if matches!(kind, PartKind::Window) => 64,
+        0..=PAGE => gap / 8 + gap / 32,
+        0..=HUGE_PAGE => PAGE / 8 + gap / 32,
+        _ => PAGE / 8 + HUGE_PAGE / 32,
     }
 }
+
+/// Bytes that the kernel clears at once.
+const PAGE: u64 = 1 << 12;
+const HUGE_PAGE: u64 = 1 << 21;
+
+/// Steps of a window for each of its rows, which may all be in different pages that have to be
+/// cleared: a part has at most 16,384 of these.
+const WINDOW_ROW: u64 = 16;
 
 /// Bytes of a tensor's elements.
 pub(crate) fn bytes(shape: &Shape) -> u64 {
@@ -412,6 +429,15 @@ const BLOCK: u64 = 128;
 
 /// Elements of a row that are converted at once.
 const STRIP: u64 = 1024;
+
+/// Elements of each stream that hyper-connections sum at once.
+const STREAM_STRIP: u64 = 256;
+
+/// Elements for which the row of a stream counts at least: the row may have a page of its own.
+const SHORT_STREAM: u64 = STREAM_STRIP / TRIGONOMETRIC;
+
+/// The longest row that is sorted at once. Of longer rows, a part has fewer elements.
+const SORTED: u64 = 1 << 18;
 
 /// Multiply-adds of a part for one that a kernel does not do in tiles, measured on a thread of an
 /// AMD EPYC (model 17): 0.8 ns in a recurrence and in SSM_CONV, 5 ns in CONV_TRANSPOSE_1D, 13 ns in
@@ -531,7 +557,8 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         // Comparisons of a sort.
         Op::Argsort { .. } | Op::TopK {} => {
             let levels = u64::from(ne(0)[0].max(2).ilog2()) + 1;
-            of(Arithmetic, elements(0).saturating_mul(levels), 1)
+            let count = elements(0).saturating_mul(levels);
+            of(Arithmetic, count, ne(0)[0].min(SORTED))
         }
 
         Op::Norm { .. }
@@ -600,12 +627,13 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
                 width,
             )
         }
+        // The keys are converted before the first query.
         Op::LightningIndexer {} => {
             let [width, heads, ..] = ne(0);
             of(
                 Product,
                 times(&[results, heads, width]),
-                times(&[BLOCK, heads, width]),
+                times(&[BLOCK, heads.saturating_add(UNTILED), width]),
             )
         }
 
@@ -647,10 +675,17 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
             let each = times(&[rounds, dst.ne[0], dst.ne[1]]);
             windows(times(&[each, dst.ne[2]]), each)
         }
-        Op::Dsv4HcPre { .. } => of(Arithmetic, elements(0), ne(0)[1]),
+        // Each stream has its own row, however short.
+        Op::Dsv4HcPre { .. } => {
+            let [n, streams, tokens, _] = ne(0);
+            let count = times(&[n.max(SHORT_STREAM), streams, tokens]);
+            of(Arithmetic, count, times(&[STREAM_STRIP, streams]))
+        }
         Op::Dsv4HcPost {} => {
-            let streams = dst.ne[1].saturating_add(1);
-            of(Arithmetic, times(&[results, streams]), streams)
+            let [n, to, tokens, _] = dst.ne;
+            let streams = to.saturating_add(1);
+            let count = times(&[n.max(SHORT_STREAM), to, tokens, streams]);
+            of(Arithmetic, count, times(&[STREAM_STRIP, streams]))
         }
 
         Op::Im2col { .. } | Op::Im2col3d { .. } => of(Move, results, row),
@@ -658,9 +693,12 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         Op::Im2colBack { is_2d, .. } => {
             let [kw, kh, ..] = ne(1);
             let taps = times(&[kw, if is_2d { kh } else { 1 }]);
-            windows(times(&[results, taps]), taps)
+            windows(times(&[results, taps]), times(&[WINDOW_ROW, taps]))
         }
-        Op::Col2im1d { .. } => windows(elements(0).saturating_add(results), ne(0)[1].min(ne(0)[0])),
+        Op::Col2im1d { .. } => {
+            let part = times(&[WINDOW_ROW, ne(0)[1].min(ne(0)[0])]);
+            windows(elements(0).saturating_add(results), part)
+        }
         // A kernel for each output channel.
         Op::Conv2d { .. } => {
             let [kw, kh, channels, outputs] = ne(0);
@@ -710,29 +748,35 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         }
         Op::Pool2d { .. } => {
             let window = PoolWindow::<2>::of(&node.op).map_or([0; 2], |w| w.size);
-            let covered = covered(window, ne(0));
-            windows(times(&[results, covered]), covered)
+            let (taps, rows) = (covered(window, ne(0)), covered([window[1]], [ne(0)[1]; 4]));
+            let part = taps.max(times(&[WINDOW_ROW, rows]));
+            windows(times(&[results, taps]), part)
         }
         Op::Pool2dBack { .. } => {
             let window = PoolWindow::<2>::of(&node.op).map_or([0; 2], |w| w.size);
-            let covered = covered(window, dst.ne);
-            let count = times(&[elements(0), covered]);
-            windows(count.saturating_add(results), covered.max(row))
+            let (taps, rows) = (
+                covered(window, dst.ne),
+                covered([window[1]], [dst.ne[1]; 4]),
+            );
+            let part = taps.max(row).max(times(&[WINDOW_ROW, rows]));
+            let count = times(&[elements(0), taps]);
+            windows(count.saturating_add(results), part)
         }
         Op::Upscale {
             mode, antialias, ..
         } => {
-            let taps = match mode {
-                ScaleMode::Nearest => 1,
+            let [columns, rows] = match mode {
+                ScaleMode::Nearest => [1, 1],
                 ScaleMode::Bilinear if antialias => {
                     // A triangle of the width of two elements of the smaller image.
                     let width = |d: usize| 2 * ne(0)[d].div_ceil(dst.ne[d].max(1)) + 1;
-                    times(&[width(0), width(1)])
+                    [width(0), width(1)]
                 }
-                ScaleMode::Bilinear => 4,
-                ScaleMode::Bicubic => 16,
+                ScaleMode::Bilinear => [2, 2],
+                ScaleMode::Bicubic => [4, 4],
             };
-            windows(times(&[results, taps]), taps)
+            let part = times(&[columns.max(WINDOW_ROW), rows]);
+            windows(times(&[results, columns, rows]), part)
         }
         Op::TimestepEmbedding { .. } => of(Arithmetic, results, row.saturating_mul(TRIGONOMETRIC)),
         Op::AddRelPos {} => of(Arithmetic, results, row),

@@ -11,7 +11,9 @@ use std::time::Duration;
 use ops::{Sliding, slide};
 use samples::{Sample, f32, sample, typed, usual_op};
 use vgpu_engine::work::{self, PartKind, Speed, TooMuchWork, Work};
-use vgpu_transport::ir::{BufferId, Graph, Node, Op, OpKind, Shape, Sources, Tensor, Type, check};
+use vgpu_transport::ir::{
+    BufferId, Graph, Node, Op, OpKind, Shape, SortOrder, Sources, Tensor, Type, check,
+};
 
 /// How much the estimate may differ from the count, either way. Estimates count the padding of
 /// convolutions, and a step as one whatever it computes.
@@ -202,10 +204,21 @@ fn a_part_that_cannot_be_divided_has_a_limit() {
         checked(Op::RmsNorm { eps: 0.1 }, f32([n, 1, 1, 1]), &[row])
     };
     let most = PartKind::Row.limit();
-    for (gap, steps) in [(4, 1), (8, 1), (64, 16), (4096, 64)] {
+    let gaps = [
+        (4, 1),
+        (8, 1),
+        (64, 16),
+        (1024, 160),
+        (4096, 640),
+        (65536, 2560),
+        (1 << 21, 66_048),
+        (1 << 22, 66_048),
+    ];
+    for (gap, steps) in gaps {
         assert_eq!(strided(most / steps, gap), Ok(()), "{gap}");
         let error = strided(most / steps + 1, gap).expect_err("too long");
-        let part = format!("a part of {} steps of a row", most + steps);
+        let part = (most / steps + 1) * steps;
+        let part = format!("a part of {part} steps of a row");
         assert!(error.to_string().contains(&part), "{error}");
     }
     // Sums of tensors of any length are divided.
@@ -213,6 +226,61 @@ fn a_part_that_cannot_be_divided_has_a_limit() {
         checked(Op::Sum {}, f32([1; 4]), &[f32([1 << 30, 1, 1, 1])]),
         Ok(())
     );
+}
+
+#[test]
+fn parts_count_all_that_a_kernel_does_at_once() {
+    let part = |op: Op, dst: Shape, src: &[Shape]| estimate(op, dst, src).part;
+    // 256 elements of all streams, each of which may be in a page of its own.
+    let pre = |n: u64, streams: u64| {
+        let src = [f32([n, streams, 8, 1]), f32([streams, 8, 1, 1])];
+        part(usual_op(OpKind::Dsv4HcPre), f32([n, 8, 1, 1]), &src)
+    };
+    assert_eq!(pre(4096, 4), 4 * 256);
+    assert_eq!(pre(4096, 1 << 14), 1 << 22);
+    assert_eq!(pre(1, 1 << 14), 1 << 22);
+    let post = |n: u64, streams: u64| {
+        let rows = f32([n, streams, 8, 1]);
+        let src = [f32([n, 8, 1, 1]), rows, f32([streams, 8, 1, 1])];
+        part(Op::Dsv4HcPost {}, rows, &src)
+    };
+    assert_eq!(post(4096, 4), 5 * 256);
+    assert_eq!(post(1, 1 << 14), 256 * ((1 << 14) + 1));
+    // 128 keys are converted, and multiplied with each head.
+    let indexer = |heads: u64| {
+        let src = [
+            f32([4096, heads, 2, 1]),
+            typed(Type::Q3K, [4096, 1, 512, 1]),
+            f32([heads, 2, 1, 1]),
+            typed(Type::F16, [512, 2, 1, 1]),
+        ];
+        part(Op::LightningIndexer {}, f32([512, 2, 1, 1]), &src)
+    };
+    assert_eq!(indexer(1), 128 * 4096 * 9);
+    assert_eq!(indexer(64), 128 * 4096 * 72);
+    // A row is sorted at once, up to a length.
+    let sort = |n: u64, gap: u64| {
+        let mut from = f32([n, 4, 1, 1]);
+        from.nb = [gap, gap * n, gap * n * 4, gap * n * 4];
+        let to = typed(Type::I32, [n, 4, 1, 1]);
+        let order = SortOrder::Ascending;
+        part(Op::Argsort { order }, to, &[from])
+    };
+    assert_eq!(sort(1000, 4), 1000);
+    assert_eq!(sort(1000, 4096), 640_000);
+    assert_eq!(sort(1 << 20, 4), 1 << 18);
+    // Each row of a window may be in a page of its own.
+    let pool = |window: [i32; 2]| {
+        let sliding = Sliding {
+            window,
+            ..Sliding::default()
+        };
+        let op = slide(OpKind::Pool2d, &sliding).expect("pooling");
+        part(op, f32([512, 512, 1, 1]), &[f32([1024, 1024, 1, 1])])
+    };
+    assert_eq!(pool([7, 7]), 7 * 16);
+    assert_eq!(pool([1, 512]), 512 * 16);
+    assert_eq!(pool([512, 512]), 512 * 512);
 }
 
 #[test]
