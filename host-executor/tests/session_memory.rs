@@ -7,11 +7,13 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
 
-use common::{Build, Guest, Host, image};
+use common::model::{for_weights, lookup, upload};
+use common::{Build, Guest, Host, image, wait_for, weights};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
+use vgpu_executor::weights::Sharing;
 use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Op, Shape, Type};
-use vgpu_transport::wire::{GraphId, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_EXTENTS, MIN_EXTENT, Reply, Request};
 
 /// Memory of the engine.
 const MEMORY: u64 = 1 << 30;
@@ -235,4 +237,49 @@ fn tables_of_graphs_without_a_plan_are_charged() {
         held <= charged + CONSTANT / 4,
         "{held} held, {charged} charged"
     );
+}
+
+/// Two guests name as many extents as a buffer may have, each as short as possible, and the second
+/// one attaches those of the first one.
+#[test]
+fn extents_of_weights_are_charged() {
+    let (host, weights) = weights::host_on(
+        Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine")),
+        Sharing::Tenant,
+        None,
+    );
+    let content = |at: u64| -> Vec<u8> {
+        { (0..MIN_EXTENT / 8).flat_map(|i| (at << 32 | i).to_le_bytes()) }.collect()
+    };
+    let size = MAX_EXTENTS as u64 * MIN_EXTENT;
+    let mut first = weights::guest(&host, 7);
+    let mut second = weights::guest(&host, 7);
+    // What the process allocates for its first extents.
+    weights::load(&mut second, &weights::model(1));
+    let (buffer, _) = for_weights(&mut first, size);
+    let (other, _) = for_weights(&mut second, size);
+    first.fence();
+    let (has, before) = (free(&mut first), begin());
+    for at in 0..MAX_EXTENTS as u64 {
+        upload(&mut first, buffer, at * MIN_EXTENT, &content(at));
+    }
+    first.send(&Request::Seal { buffer });
+    wait_for("hashing", || weights.stats().extents >= MAX_EXTENTS as u64);
+    for at in 0..MAX_EXTENTS as u64 {
+        let content = content(at);
+        assert!(
+            lookup(&mut second, other, at * MIN_EXTENT, &content),
+            "{at}"
+        );
+    }
+    second.fence();
+    let held = u64::try_from(HELD.load(Ordering::Relaxed) - before).unwrap_or(0);
+    // Both guests have one quota.
+    let charged = has - free(&mut first);
+    println!("{held} bytes are held, {charged} charged for extents");
+    assert!(charged >= 2 * MAX_EXTENTS as u64 * 512, "{charged} charged");
+    assert!(held <= charged, "{held} held, {charged} charged");
+    drop((first, second));
+    let mut last = weights::guest(&host, 7);
+    wait_for("the memory of both", || free(&mut last) >= has);
 }

@@ -5,8 +5,8 @@ mod common;
 use std::cell::Cell;
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
-use common::weights::{MODEL, SMALL, ask, first, guest, host, model, parts, wait};
-use common::{Guest, Host, MEMORY, PAGE};
+use common::weights::{MODEL, SMALL, ask, first, guest, host, model, parts};
+use common::{Guest, Host, MEMORY, PAGE, wait_for};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{LinkKind, Peer};
 use vgpu_transport::ir::BufferId;
@@ -96,7 +96,7 @@ fn reservations_of_a_model_last_while_its_other_parts_are_sent() {
         }
         write_small_parts(&mut one, one_has);
         one.send(&Request::Seal { buffer: one_has });
-        wait("hashing", || weights.stats().extents == TENSORS as u64);
+        wait_for("hashing", || weights.stats().extents == TENSORS as u64);
 
         let mut two = guest(&host, 7);
         let (buffer, _) = for_weights(&mut two, SIZE);
@@ -248,4 +248,37 @@ fn extents_taken_per_buffer_are_limited() {
     for (offset, part) in parts(&model) {
         assert!(read[offset as usize..][..part.len()] == *part);
     }
+}
+
+/// A guest whose quota has no room for the entries of extents loads its model all the same: nothing
+/// of it is shared.
+#[test]
+fn a_load_goes_on_without_memory_for_extents() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(44);
+    let (_one, _) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (buffer, lengths) = for_weights(&mut two, MODEL);
+    assert!(!lengths.is_empty());
+    let (offset, part) = parts(&model)[1];
+    let Reply::Memory { free, .. } = two.ask(&Request::Memory {}) else {
+        panic!("no figures");
+    };
+    let rest = two.alloc(free / PAGE * PAGE);
+    let wanted = [(hash(part), part.len() as u64)];
+    assert!(ask(&mut two, buffer, &wanted).is_empty());
+    assert!(!lookup(&mut two, buffer, offset, part));
+    for (offset, part) in parts(&model) {
+        upload(&mut two, buffer, offset, part);
+    }
+    let read = read_all(&mut two, buffer, MODEL);
+    for (offset, part) in parts(&model) {
+        assert!(read[offset as usize..][..part.len()] == *part);
+    }
+    assert_eq!(weights.stats().extents, 2);
+    // With room again, the host gives what it has.
+    two.send(&Request::Free { buffer: rest });
+    two.fence();
+    assert_eq!(ask(&mut two, buffer, &wanted), [0]);
+    assert!(lookup(&mut two, buffer, offset, part));
 }

@@ -188,9 +188,14 @@ impl Session {
         hash: ContentHash,
         end_check: &EndCheck<'_>,
     ) -> Result<Answer, SessionEnd> {
+        let (tenant, engine) = (Arc::clone(&self.tenant), Arc::clone(&self.engine));
         let weights = self.check_extent(kind, range)?;
         let missing = Ok(Answer::Message(Reply::Missing { request }));
         if weights.is_sealed || weights.lookups >= MAX_EXTENTS {
+            return missing;
+        }
+        let charge = |bytes| tenant.charge_host(bytes, engine.as_ref());
+        if weights.charge_extent(charge).is_err() {
             return missing;
         }
         let Some(store) = &self.weights.store else {
@@ -236,6 +241,8 @@ impl Session {
             let asked = wanted.len();
             return Err(Violation::TooMuchAsked { asked }.into());
         }
+        let (tenant, engine) = (&self.tenant, self.engine.as_ref());
+        let charge = |bytes| tenant.charge_host(bytes, engine);
         let mut known = Vec::new();
         for (index, &(hash, len)) in wanted.iter().enumerate() {
             let Some(store) = self.weights.store.as_ref().filter(|_| !weights.is_sealed) else {
@@ -246,7 +253,9 @@ impl Session {
             let is_reserved = match reserved {
                 Some(reserved) => reserved.len() == len,
                 None => match store.find(ContentKey { hash, len }) {
-                    LookupResult::Granted(Source::Memory(extent)) if counted(len) <= room => {
+                    LookupResult::Granted(Source::Memory(extent))
+                        if counted(len) <= room && weights.charge_extent(charge).is_ok() =>
+                    {
                         room -= counted(len);
                         weights.reserved.insert(hash, Reserved::new(extent));
                         true
@@ -410,10 +419,16 @@ impl Session {
         Ok(true)
     }
 
-    /// Names a range of a buffer that the guest uploads as one extent.
+    /// Names a range of a buffer that the guest uploads as one extent. Without memory for the entry
+    /// the range is not named: its bytes are written as any others, and are not shared.
     fn name_extent(&mut self, kind: &'static str, range: BufferRange) -> Result<(), SessionEnd> {
+        let (tenant, engine) = (Arc::clone(&self.tenant), Arc::clone(&self.engine));
         let weights = self.check_extent(kind, range)?;
         if weights.is_sealed {
+            return Ok(());
+        }
+        let charge = |bytes| tenant.charge_host(bytes, engine.as_ref());
+        if weights.charge_extent(charge).is_err() {
             return Ok(());
         }
         weights.name(range.offset, range.len, range.len);

@@ -4,13 +4,21 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use vgpu_engine::{Extent, Memory};
+use vgpu_engine::{EngineError, Extent, Memory};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::ContentHash;
 
 use super::buffers::Buffers;
 use super::extent_upload::{ExtentUpload, MAX_UPLOAD_WAIT};
+use crate::tenant::Charge;
 use crate::weights::SessionStore;
+
+/// Bytes of host memory that are charged for an extent which a buffer has named or reserved: the
+/// extent itself, and its entries in the tables of the session, of the engine and of the store.
+pub(super) const EXTENT_BYTES: u64 = 1024;
+
+/// Extents that are charged at once.
+const CHARGED_EXTENTS: usize = 64;
 
 /// The buffers for weights of a session.
 #[derive(Default)]
@@ -42,6 +50,8 @@ pub(super) struct WeightBuffer {
     pub(super) reserved: HashMap<ContentHash, Reserved>,
     /// How long the session may still wait for other guests that upload the same.
     pub(super) wait_left: Duration,
+    /// Charges for extents, each for [`CHARGED_EXTENTS`].
+    charges: Vec<Charge>,
 }
 
 /// An extent that the guest may attach to a buffer.
@@ -183,6 +193,22 @@ impl WeightBuffer {
         held.map(|reserved| counted(reserved.len)).sum()
     }
 
+    /// Charges one extent more than the buffer has named and reserved, with `charge`. An extent that
+    /// is attached counts as reserved, too.
+    ///
+    /// # Errors
+    /// That of `charge`: the tenant has not that much memory.
+    pub(super) fn charge_extent(
+        &mut self,
+        charge: impl FnOnce(u64) -> Result<Charge, EngineError>,
+    ) -> Result<(), EngineError> {
+        if self.extents.len() + self.reserved.len() >= self.charges.len() * CHARGED_EXTENTS {
+            self.charges
+                .push(charge(CHARGED_EXTENTS as u64 * EXTENT_BYTES)?);
+        }
+        Ok(())
+    }
+
     /// The buffer itself keeps an extent alive, since it has attached the extent.
     pub(super) fn attached(&mut self, hash: ContentHash) {
         if let Some(reserved) = self.reserved.get_mut(&hash) {
@@ -200,6 +226,7 @@ impl WeightBuffer {
             shared: 0,
             reserved: HashMap::new(),
             wait_left: MAX_UPLOAD_WAIT,
+            charges: Vec::new(),
         }
     }
 

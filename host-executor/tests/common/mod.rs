@@ -10,7 +10,8 @@ pub(crate) mod weights;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
@@ -381,6 +382,23 @@ impl OtherGuest {
         self.guest.write(self.data, 0, &bytes(&[1.0, 2.0]));
         self.guest.submit(OtherGuest::GRAPH);
         assert_eq!(self.guest.read_f32(self.data, 2), [2.0, 4.0]);
+    }
+}
+
+/// Runs a graph of a guest that has sent HELLO, and checks its result.
+pub(crate) fn compute(guest: &mut Guest) {
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    guest.graph(GraphId(1), &add(2, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+}
+
+/// Waits until `is_so`, asking each millisecond.
+pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

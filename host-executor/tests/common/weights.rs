@@ -1,9 +1,10 @@
 //! Guests that load a model with the messages for weights.
 
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
 use super::model::{for_weights, lookup, upload, write};
-use super::{Guest, Host, TIMEOUT, bytes, cpu};
+use super::{Guest, Host, bytes, cpu, wait_for};
+use vgpu_engine::Engine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, WeightStore};
 use vgpu_transport::ir::BufferId;
@@ -29,7 +30,15 @@ pub(crate) fn model_of(seed: u32, len: u64) -> Vec<u8> {
 }
 
 pub(crate) fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, WeightStore) {
-    let host = Host::limited(cpu(), Limits::default(), 64);
+    host_on(cpu(), sharing, cache)
+}
+
+pub(crate) fn host_on(
+    engine: Arc<dyn Engine>,
+    sharing: Sharing,
+    cache: Option<CacheOptions>,
+) -> (Host, WeightStore) {
+    let host = Host::limited(engine, Limits::default(), 64);
     let weights = WeightStore::new(sharing, cache).expect("a store");
     let shared = host.server.share_weights(weights.clone());
     shared.expect("a thread");
@@ -81,15 +90,6 @@ pub(crate) fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
     (buffer, not_sent)
 }
 
-/// Waits for the hashing thread.
-pub(crate) fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < TIMEOUT, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// A guest with the model, after it has been hashed.
 pub(crate) fn first(
     host: &Host,
@@ -101,7 +101,7 @@ pub(crate) fn first(
     let mut first = guest(host, uid);
     let (buffer, not_sent) = load(&mut first, model);
     assert_eq!(not_sent, 0);
-    wait("hashing", || weights.stats().extents == before + 2);
+    wait_for("hashing", || weights.stats().extents == before + 2);
     (first, buffer)
 }
 

@@ -381,8 +381,10 @@ impl<'a> Script<'a> {
                 self.has_compiled = true;
                 self.queue.push_front(Request::Memory {});
             }
-            // Freeing a buffer, sealing it and FORGET end graphs.
-            Expect::Nothing | Expect::Held => self.queue.push_front(Request::Memory {}),
+            // Freeing a buffer, sealing it and FORGET end graphs. Extents are charged.
+            Expect::Nothing | Expect::Held | Expect::Have { .. } | Expect::LookedUp { .. } => {
+                self.queue.push_front(Request::Memory {});
+            }
             _ => {}
         }
     }

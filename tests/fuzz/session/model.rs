@@ -79,7 +79,13 @@ pub(crate) struct Model {
     copied: u64,
     /// Buffers for weights of which parts may be shared.
     shared: BTreeSet<u64>,
+    /// The most extents that each of them can have named and reserved.
+    named: BTreeMap<u64, u64>,
 }
+
+/// Extents that the session charges at once, and the bytes of each.
+const CHARGED_EXTENTS: u64 = 64;
+const EXTENT_BYTES: u64 = 1024;
 
 /// The state of a buffer for weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -110,16 +116,16 @@ fn pages(size: u64) -> u64 {
 
 impl Model {
     /// Takes over the bytes that the session is charged for besides its buffers: its graphs, whole
-    /// or incomplete, with their plans and working memory, and copies of sealed buffers that it has
-    /// written to. Only a graph that arrives or is compiled, or such a write, can increase them.
-    /// They end with the graphs and the buffers.
+    /// or incomplete, with their plans and working memory, copies of sealed buffers that it has
+    /// written to, and extents. Only a graph that arrives or is compiled, such a write, or an
+    /// extent can increase them. They end with the graphs and the buffers.
     pub(crate) fn observe_working(&mut self, bytes: u64, has_compiled: bool) {
-        let copies = self.most_copies();
+        let copies = self.most_copies() + self.most_of_extents();
         let grown = bytes.saturating_sub(self.working);
         assert!(
             has_compiled || grown <= copies.saturating_sub(self.copied),
             "the memory of graphs grew from {} to {bytes} bytes without a graph, with {} of {copies} \
-             bytes copied",
+             bytes for copies and extents",
             self.working,
             self.copied
         );
@@ -130,7 +136,7 @@ impl Model {
         let has_graph = !self.graphs.is_empty() || !self.image.is_empty();
         assert!(
             has_graph || bytes <= copies,
-            "{bytes} bytes without a graph, for copies of at most {copies} bytes"
+            "{bytes} bytes without a graph, for copies and extents of at most {copies} bytes"
         );
         self.working = bytes;
     }
@@ -153,6 +159,15 @@ impl Model {
         let written = self.weights.keys().filter(is_written);
         let sizes = written.map(|buffer| pages(self.buffers[buffer].len() as u64));
         sizes.sum()
+    }
+
+    /// The most bytes that are charged for extents.
+    fn most_of_extents(&self) -> u64 {
+        let steps = self
+            .named
+            .values()
+            .map(|named| named.div_ceil(CHARGED_EXTENTS));
+        steps.sum::<u64>() * CHARGED_EXTENTS * EXTENT_BYTES
     }
 
     /// Prepares a write to a buffer. `false` if a copy of a sealed buffer does not fit the memory.
@@ -229,6 +244,7 @@ impl Model {
                     self.weights.remove(&buffer.0);
                     self.shared.remove(&buffer.0);
                     self.kept.remove(&buffer.0);
+                    self.named.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Nothing
                 }
@@ -321,6 +337,7 @@ impl Model {
                     self.weights.insert(buffer.0, WeightState::Open);
                     self.shared.remove(&buffer.0);
                     self.kept.remove(&buffer.0);
+                    self.named.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Held
                 }
@@ -347,10 +364,13 @@ impl Model {
                 }
             },
             Request::Query { buffer, wanted } => match self.weights.contains_key(&buffer.0) {
-                true if wanted.0.len() <= MAX_QUERIED => Expect::Have {
-                    buffer: buffer.0,
-                    wanted: wanted.0,
-                },
+                true if wanted.0.len() <= MAX_QUERIED => {
+                    *self.named.entry(buffer.0).or_default() += wanted.0.len() as u64;
+                    Expect::Have {
+                        buffer: buffer.0,
+                        wanted: wanted.0,
+                    }
+                }
                 _ => Expect::End,
             },
             Request::Attach {
@@ -420,6 +440,7 @@ impl Model {
         let state = self.weights.get(&buffer).copied();
         let state = state.filter(|_| len >= MIN_EXTENT)?;
         self.shared.insert(buffer);
+        *self.named.entry(buffer).or_default() += 1;
         Some(state)
     }
 
