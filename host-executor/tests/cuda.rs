@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::model::{for_weights, lookup, read_all, upload, write};
-use common::weights::{FIRST, MODEL, SECOND, SMALL, first, guest, load, model, parts, wait};
-use common::{Build, Host, TIMEOUT, add, bytes, floats};
+use common::weights::{FIRST, MODEL, SECOND, SMALL, first, guest, load, model, parts};
+use common::{Build, Host, TIMEOUT, add, bytes, floats, wait_for};
 use spy::{Call, Fails, Spy};
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
@@ -534,7 +534,7 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
     );
     three.send(&Request::Seal { buffer: three_has });
     three.fence();
-    wait("the third's memory", || {
+    wait_for("the third's memory", || {
         three.fence();
         before - free(&host) <= 2 * SMALL
     });
@@ -557,10 +557,10 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
     assert_eq!(one.read(one_has, 0, 64), [7; 64]);
     assert_eq!(before - free(&host), FIRST);
     drop(one);
-    wait("the first's end", || host.server.sessions().len() == 2);
+    wait_for("the first's end", || host.server.sessions().len() == 2);
     assert!(read_all(&mut two, two_has, MODEL) == model);
     drop(two);
-    wait("the second's end", || host.server.sessions().len() == 1);
+    wait_for("the second's end", || host.server.sessions().len() == 1);
     assert!(read_all(&mut three, three_has, MODEL) == model);
     drop(three);
     host.wait_until_empty();
@@ -602,7 +602,7 @@ fn loads_of_the_same_model_need_room_for_a_copy_each_until_they_share() {
         guest.send(&Request::Seal { buffer: *buffer });
         guest.fence();
     }
-    wait("the memory of one of them", || {
+    wait_for("the memory of one of them", || {
         at_once.iter_mut().for_each(|(guest, _)| guest.fence());
         is_about(used(), MODEL + SMALL)
     });
@@ -660,7 +660,7 @@ fn graph_from_before_the_seal_does_not_write_into_the_weights_of_others() {
     hostile.graph(GRAPH, &add(COUNT, weights, addend, addend));
     hostile.send(&Request::Seal { buffer: weights });
     hostile.fence();
-    wait("hashing", || store.stats().extents == 2);
+    wait_for("hashing", || store.stats().extents == 2);
     let mut other = guest(&host, 7);
     let (others, not_sent) = load(&mut other, &model);
     assert_eq!(not_sent, FIRST + SECOND);
@@ -702,7 +702,7 @@ fn graph_that_needs_a_copy_of_attached_weights_runs_once_there_is_memory() {
     assert!(device.take_log().contains(&Call::Launch("vg_repack")));
     let ids = one.alloc_with(&3i32.to_le_bytes());
     let row = one.alloc(4 * 64);
-    wait("hashing", || store.stats().extents == 1);
+    wait_for("hashing", || store.stats().extents == 1);
     let mut two = guest(&host, 7);
     let (of_two, _) = for_weights(&mut two, len);
     let ids_of_two = two.alloc_with(&3i32.to_le_bytes());

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use common::hanging_engine::{Call, HangingEngine};
 use common::model::read_all;
-use common::weights::{FIRST, MODEL, SECOND, load, model, wait};
-use common::{Guest, Host, PAGE, add, bytes, cpu};
+use common::weights::{FIRST, MODEL, SECOND, load, model};
+use common::{Guest, Host, PAGE, add, bytes, cpu, wait_for};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::status::Progress;
@@ -197,7 +197,7 @@ fn a_guest_sees_the_devices_that_it_may_use_in_the_order_of_its_rule() {
     assert!(reason.contains("has one device for this guest"), "{reason}");
     // The rules at HELLO decide, not those at the connection.
     let mut late = host.connect_of(1);
-    wait("the connection is taken", || {
+    wait_for("the connection is taken", || {
         !host.server.pending().is_empty()
     });
     let narrowed = vec![guest_rule("a", 1, of(&[2])), guest_rule("b", 2, of(&[1]))];
@@ -309,7 +309,7 @@ fn weights_are_shared_on_each_device_and_never_between_two() {
         let (buffer, not_sent) = load(&mut first, &model);
         assert_eq!(not_sent, 0, "device {device} has nothing of another one");
         let place = device as usize;
-        wait("the weights are hashed", || stored(place) == FIRST + SECOND);
+        wait_for("the weights are hashed", || stored(place) == FIRST + SECOND);
         let (mut second, _) = program(&host, 7, device);
         let (again, not_sent) = load(&mut second, &model);
         assert_eq!(not_sent, FIRST + SECOND);
@@ -337,7 +337,7 @@ fn an_engine_that_hangs_keeps_no_guest_of_another_device_waiting() {
     let buffer = stuck.new_buffer();
     stuck.send(&Request::Alloc { buffer, size: 4096 });
     let status = host.server.status_handle();
-    wait("the hang is found", || {
+    wait_for("the hang is found", || {
         status.status().engine.hang.is_some()
     });
     // Requests, new sessions and status of the other device need nothing of the one that hangs.
@@ -352,7 +352,7 @@ fn an_engine_that_hangs_keeps_no_guest_of_another_device_waiting() {
     assert!(matches!(status.progress(), Progress::Stalled(_)));
     hanging.hang(&[]);
     assert!(matches!(stuck.receive().0, Reply::Done { .. }));
-    wait("the engine answers again", || {
+    wait_for("the engine answers again", || {
         status.status().engine.hang.is_none()
     });
 }

@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use changed_backend::{Changes, changed_backend};
 use common::model::{for_weights, lookup, read_all, upload, write};
-use common::weights::{SMALL, first, guest, load, model_of, parts, small, wait};
-use common::{Guest, Host, add, bytes, floats};
+use common::weights::{SMALL, first, guest, load, model_of, parts, small};
+use common::{Guest, Host, add, bytes, floats, wait_for};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
@@ -172,7 +172,7 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
         let three_sums = add_one(&mut three, three_has);
         assert_eq!(sums(&mut three, three_sums), expected(&model));
         seal(&mut three, three_has);
-        wait("the third's memory", || {
+        wait_for("the third's memory", || {
             three.fence();
             used(host) <= alone + SMALL + served.segment + OTHERS
         });
@@ -196,10 +196,10 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
             assert_eq!(sums(guest, sum), expected(&model));
         }
         drop(one);
-        wait("the first's end", || host.server.sessions().len() == 2);
+        wait_for("the first's end", || host.server.sessions().len() == 2);
         assert!(read_all(&mut two, two_has, MODEL) == model);
         drop(two);
-        wait("the second's end", || host.server.sessions().len() == 1);
+        wait_for("the second's end", || host.server.sessions().len() == 1);
         assert_eq!(sums(&mut three, three_sums), expected(&model));
         assert!(read_all(&mut three, three_has, MODEL) == model);
         drop(three);
@@ -231,7 +231,7 @@ fn loads_at_once_need_one_copy_in_host_memory_and_one_each_on_a_gpu() {
         for (guest, buffer) in &mut at_once {
             seal(guest, *buffer);
         }
-        wait("the memory of one of them", || {
+        wait_for("the memory of one of them", || {
             at_once.iter_mut().for_each(|(guest, _)| guest.fence());
             served.has(MODEL, 0)
         });
@@ -309,7 +309,7 @@ fn each_guest_is_charged_for_the_whole_model() {
     let most = MODEL + loading + 8192;
     assert!((MODEL + loading..most).contains(&charged), "{charged}");
     drop((two, three));
-    wait("the end of the second", || free(&mut one) == before);
+    wait_for("the end of the second", || free(&mut one) == before);
 }
 
 /// A plan that a guest has compiled before the seal writes to its weights.
@@ -325,7 +325,7 @@ fn a_graph_from_before_the_seal_does_not_write_into_the_weights_of_others() {
     let addend = hostile.alloc_with(&bytes(&[7.0; ALL as usize]));
     hostile.graph(GRAPH, &add(ALL, weights, addend, addend));
     seal(&mut hostile, weights);
-    wait("hashing", || store.stats().extents == 2);
+    wait_for("hashing", || store.stats().extents == 2);
     let mut other = guest(&host, 7);
     let (others, not_sent) = load(&mut other, &model);
     assert_eq!(not_sent, FIRST + SECOND);

@@ -16,8 +16,8 @@ use vgpu_transport::shm::layout;
 use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::GraphId;
 
-use common::{Guest, add, bytes, floats};
-use machine::{Dir, Machine, executor, wait_for};
+use common::{Guest, add, bytes, floats, wait_for};
+use machine::{Dir, Machine, executor};
 
 /// Duration of the attack.
 const ATTACK: Duration = Duration::from_secs(8);

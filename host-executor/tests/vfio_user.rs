@@ -24,8 +24,8 @@ use vgpu_transport::link::pci::{DOORBELL, connect as connect_program, directory}
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
 use vgpu_transport::wire::{Reply, Request};
 
-use common::{Guest, MEMORY, OtherGuest, TIMEOUT, cpu};
-use machine::{Dir, Machine, wait_for};
+use common::{Guest, MEMORY, OtherGuest, TIMEOUT, cpu, wait_for};
+use machine::{Dir, Machine};
 
 const CONFIG: u32 = 7;
 

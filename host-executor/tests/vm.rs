@@ -23,8 +23,8 @@ use vgpu_transport::shm::liveness;
 use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
 
-use common::{Guest, MEMORY, TIMEOUT, log};
-use machine::{Dir, Machine, executor, executor_of_two_devices, executor_with, wait_for};
+use common::{Guest, MEMORY, TIMEOUT, log, wait_for};
+use machine::{Dir, Machine, executor, executor_of_two_devices, executor_with};
 
 /// The log says of one of the sessions with this peer that it was evicted.
 fn expect_one_evicted(peer: &str) {

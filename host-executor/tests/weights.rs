@@ -5,8 +5,8 @@ mod common;
 use std::sync::Arc;
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
-use common::weights::{FIRST, MODEL, SECOND, ask, first, guest, host, load, model, parts, wait};
-use common::{Guest, Host, MEMORY, PAGE, add, bytes};
+use common::weights::{FIRST, MODEL, SECOND, ask, first, guest, host, load, model, parts};
+use common::{Guest, Host, MEMORY, PAGE, add, bytes, wait_for};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
@@ -79,7 +79,7 @@ fn lookup_takes_kept_weights_without_waiting_even_after_their_guest_ended() {
     let wanted = [nobodys, first, (first.0, SECOND), second, second];
     assert_eq!(ask(&mut two, buffer, &wanted), [1, 3, 4]);
     drop(one);
-    wait("the first one's end", || host.server.sessions().len() == 1);
+    wait_for("the first one's end", || host.server.sessions().len() == 1);
     for (offset, part) in parts(&model) {
         two.send(&Request::Attach {
             buffer,
@@ -183,7 +183,7 @@ fn graphs_compiled_before_completion_or_merge_of_weights_still_run() {
     );
     two.send(&Request::Seal { buffer: two_has });
     two.submit(reader);
-    wait("the second copy's end", || {
+    wait_for("the second copy's end", || {
         two.fence();
         weights.stats().merged >= FIRST + SECOND
     });
@@ -211,7 +211,7 @@ fn terminated_guests_free_their_weights_and_others_keep_theirs() {
     let (two_has, not_sent) = load(&mut two, &model);
     assert_eq!(not_sent, FIRST + SECOND);
     drop(one);
-    wait("the first one's end", || host.server.sessions().len() == 1);
+    wait_for("the first one's end", || host.server.sessions().len() == 1);
     assert!(read_all(&mut two, two_has, MODEL) == model);
     let mut three = guest(&host, 7);
     let (three_has, not_sent) = load(&mut three, &model);
@@ -257,7 +257,7 @@ fn equal_uploads_of_two_guests_are_merged() {
         guest.send(&Request::Seal { buffer });
         guest.fence();
     }
-    wait("merging", || {
+    wait_for("merging", || {
         weights.stats().merged > 2 * (FIRST + SECOND) * 9 / 10
     });
     for (guest, &buffer) in guests.iter_mut().zip(&buffers) {
@@ -335,7 +335,7 @@ fn sealed_extent_has_the_hash_of_its_actual_content() {
     });
     liar.send(&Request::Seal { buffer });
     liar.fence();
-    wait("hashing", || weights.stats().extents == 1);
+    wait_for("hashing", || weights.stats().extents == 1);
     // Each extent is named and written, and its buffer is never sealed. The first session ends at
     // once.
     for is_staying in [false, true] {
@@ -382,7 +382,7 @@ fn weights_are_not_shared_with_other_users() {
     // The same for a guest without an identity.
     let (mut source, mut twin) = (host.guest(), host.guest());
     load(&mut source, &model);
-    wait("hashing", || weights.stats().extents == 4);
+    wait_for("hashing", || weights.stats().extents == 4);
     let (buffer, lengths) = for_weights(&mut twin, MODEL);
     assert!(lengths.is_empty(), "{lengths:?}");
     assert!(!lookup(&mut twin, buffer, offset, part));

@@ -6,7 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::model::{for_weights, lookup, read_all};
-use common::weights::{FIRST, MODEL, SECOND, first, guest, host, load, model, parts, wait};
+use common::wait_for;
+use common::weights::{FIRST, MODEL, SECOND, first, guest, host, load, model, parts};
 use vgpu_executor::WeightStore;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 
@@ -48,7 +49,7 @@ fn cached_model_is_not_sent_again_after_a_restart() {
     {
         let (host, weights) = host(Sharing::Tenant, folder.cache(1 << 30));
         let (_one, _) = first(&host, &weights, 7, &model);
-        wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
+        wait_for("writing", || weights.stats().disk_bytes == FIRST + SECOND);
     }
     // A temporary file that an earlier process left when it crashed.
     let [one, _] = &folder.files()[..] else {
@@ -64,7 +65,7 @@ fn cached_model_is_not_sent_again_after_a_restart() {
     assert!(read_all(&mut two, two_has, MODEL) == model);
     assert_eq!(weights.stats().from_disk, FIRST + SECOND);
     // From here on the extent is in memory and is shared.
-    wait("hashing", || weights.stats().extents == 2);
+    wait_for("hashing", || weights.stats().extents == 2);
     let mut three = guest(&host, 7);
     assert_eq!(load(&mut three, &model).1, FIRST + SECOND);
     assert_eq!(weights.stats().from_disk, FIRST + SECOND);
@@ -82,7 +83,7 @@ fn modified_cache_file_is_removed() {
     {
         let (host, weights) = host(Sharing::Tenant, folder.cache(1 << 30));
         let (_one, _) = first(&host, &weights, 7, &model);
-        wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
+        wait_for("writing", || weights.stats().disk_bytes == FIRST + SECOND);
     }
     // A changed bit in one file, a truncated other file.
     for path in folder.files() {
@@ -110,10 +111,10 @@ fn cache_stays_within_its_size_and_evicts_the_least_recently_used() {
     for (i, model) in models.iter().enumerate() {
         let mut guest = guest(&host, 7);
         load(&mut guest, model);
-        wait("writing", || {
+        wait_for("writing", || {
             weights.stats().disk_bytes >= both * (i as u64 + 1).min(2)
         });
-        wait("hashing", || {
+        wait_for("hashing", || {
             weights.stats().hashed == both * (i as u64 + 1)
         });
         drop(guest);
@@ -122,11 +123,11 @@ fn cache_stays_within_its_size_and_evicts_the_least_recently_used() {
             // The first file is used again, so the second one is the least recently used.
             let mut guest = self::guest(&host, 7);
             assert_eq!(load(&mut guest, &models[0]).1, both);
-            wait("hashing", || weights.stats().extents == 2);
+            wait_for("hashing", || weights.stats().extents == 2);
             drop(guest);
             host.wait_until_empty();
             // The host has also hashed the bytes of this guest.
-            wait("hashing", || weights.stats().hashed == both * 3);
+            wait_for("hashing", || weights.stats().hashed == both * 3);
         }
         assert!(weights.stats().disk_bytes <= 2 * both);
         if i == 1 {
@@ -136,7 +137,7 @@ fn cache_stays_within_its_size_and_evicts_the_least_recently_used() {
     let before = weights.stats().hashed;
     let mut third = guest(&host, 7);
     load(&mut third, &models[2]);
-    wait("hashing", || weights.stats().hashed == before + both);
+    wait_for("hashing", || weights.stats().hashed == before + both);
     drop(third);
     host.wait_until_empty();
     let on_disk: u64 = folder

@@ -12,17 +12,10 @@ use std::process::Command;
 use std::thread;
 use std::time::Instant;
 
-use common::{Guest, TIMEOUT, add, bytes};
+use common::{Guest, TIMEOUT, compute};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 use served::{Scratch, Serve, as_another_user, vgpu};
-use vgpu_transport::wire::{GraphId, Reply, Request};
-
-fn compute(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
-    guest.graph(GraphId(1), &add(2, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
-}
+use vgpu_transport::wire::{Reply, Request};
 
 fn end(serve: Serve) -> String {
     serve.signal(Signal::TERM);

@@ -17,13 +17,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use certified::{cert_ok, certify, port};
-use common::{Guest, TIMEOUT, add, bytes};
+use common::{Guest, TIMEOUT, compute};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::Signal;
 use served::{Scratch, Serve, as_another_user};
 use vgpu_transport::link::stream::tcp;
 use vgpu_transport::link::stream::tls::Certificates;
-use vgpu_transport::wire::GraphId;
 
 /// More than the places of the executors of these tests, and than the connections that one origin
 /// may leave half open.
@@ -35,13 +34,6 @@ const OF_ONE_ORIGIN: usize = 64;
 /// The isolated executors of these tests have six places, the others eight.
 const SINGLE: &[&str] = &["--max-guests", "8"];
 const ISOLATED: &[&str] = &["--isolate", "--guest-memory", "10M"];
-
-fn compute(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
-    guest.graph(GraphId(1), &add(2, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
-}
 
 /// A connection to a unix socket that sends the first packet of the handshake, if it is to.
 fn connection(address: &SocketAddrUnix, sends: bool) -> OwnedFd {

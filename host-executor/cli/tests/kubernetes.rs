@@ -14,7 +14,7 @@ use std::slice;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Guest, TIMEOUT, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes, compute, wait_for};
 use kubelet::{CONTAINER, Container, Kubelet, OWN_POD};
 use rustix::process::{Pid, Signal, kill_process};
 use served::{Scratch, Serve, vgpu};
@@ -24,7 +24,7 @@ use vgpu_executor::{GuestChange, OperatorRequest, Quota, control};
 use vgpu_kubernetes::api::device_plugin::{DevicePluginOptions, RegisterRequest, VERSION};
 use vgpu_kubernetes::{MEMORY, SEAT, WEIGHT};
 use vgpu_transport::link::unix::connect;
-use vgpu_transport::wire::{DeviceCount, DeviceIndex, GraphId, Offer, Reply, Request};
+use vgpu_transport::wire::{DeviceCount, DeviceIndex, Offer, Reply, Request};
 
 /// Bytes of the executor's memory, and of a slice.
 const MEMORY_BYTES: u64 = 64 << 20;
@@ -154,27 +154,12 @@ fn perform(control: &Path, request: &OperatorRequest) {
     assert!(outcome.ok, "{}", outcome.message);
 }
 
-fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
 /// A program in a container, which finds the executor by the container's environment.
 fn program(container: &Container) -> Guest {
     let socket = container.socket();
     let mut guest = Guest::new(Box::new(connect(&socket, TIMEOUT).expect("a connection")));
     guest.hello();
     guest
-}
-
-fn compute(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
-    guest.graph(GraphId(1), &add(2, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use api_server::{Answers, ApiServer, TOKEN};
-use common::{Guest, TIMEOUT, add, bytes};
+use common::{Guest, TIMEOUT, compute, wait_for};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use served::{Scratch, Serve, vgpu};
@@ -31,7 +31,6 @@ use vgpu_kubernetes::api::plugin_registration::{
     DRA_PLUGIN, InfoRequest, RegistrationClient, RegistrationStatus,
 };
 use vgpu_transport::link::unix::connect;
-use vgpu_transport::wire::GraphId;
 
 const MIB: u64 = 1 << 20;
 
@@ -295,21 +294,6 @@ fn channel(runtime: &Runtime, path: &Path, origin: Uri) -> Channel {
 
 fn path_of(claim: &str) -> String {
     format!("/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{claim}")
-}
-
-fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn compute(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
-    guest.graph(GraphId(1), &add(2, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
 }
 
 #[test]

@@ -13,14 +13,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::{Guest, Host, TIMEOUT, add, bytes, cpu};
+use common::{Host, TIMEOUT, compute, cpu};
 use rustix::process::Signal;
 use served::program::copy_program;
 use served::{Scratch, Serve};
 use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role, SandboxError};
 use vgpu_executor::service;
 use vgpu_transport::link::{credentials, scm_rights};
-use vgpu_transport::wire::GraphId;
 
 /// Set in the process that enters the sandbox: a test runs itself again, since a process cannot
 /// leave the sandbox.
@@ -76,13 +75,6 @@ fn call(number: libc::c_long, arguments: [u64; 3]) -> io::Result<i64> {
 fn assert_refused(what: &str, outcome: io::Result<i64>) {
     let error = outcome.expect_err(what);
     assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{what}: {error}");
-}
-
-fn compute(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0, 3.0]));
-    guest.graph(GraphId(1), &add(3, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 3), [2.0, 4.0, 6.0]);
 }
 
 #[test]

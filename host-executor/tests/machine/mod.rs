@@ -6,8 +6,7 @@ use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vgpu_executor::vm::{IvshmemListener, VmOptions};
 use vgpu_executor::{Limits, Server};
@@ -15,7 +14,7 @@ use vgpu_transport::link::pci::discover::{Address, all};
 use vgpu_transport::link::pci::{PciError, connect};
 use vgpu_transport::link::window::WindowGuest;
 
-use crate::common::{Guest, TIMEOUT, cpu};
+use crate::common::{Guest, TIMEOUT, cpu, wait_for};
 
 /// A private folder, removed when dropped.
 pub(crate) struct Dir(pub(crate) PathBuf, #[allow(dead_code)] tempfile::TempDir);
@@ -126,13 +125,5 @@ impl Deref for Machine {
 
     fn deref(&self) -> &vgpu_machine_standin::Machine {
         &self.device
-    }
-}
-
-pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < TIMEOUT, "{what}");
-        thread::sleep(Duration::from_millis(1));
     }
 }

@@ -7,10 +7,10 @@ use rustix::process::{Signal, kill_process};
 use vgpu_transport::wire::{GraphId, Request};
 
 use crate::changed_backend::{Changes, changed_backend};
-use crate::common::{TIMEOUT, add, bytes};
+use crate::common::{TIMEOUT, add, bytes, compute};
+use crate::ggml;
 use crate::served::workers::{guest, workers};
 use crate::served::{Scratch, Serve};
-use crate::{compute, ggml};
 
 #[test]
 fn crashed_worker_does_not_affect_other_workers() {

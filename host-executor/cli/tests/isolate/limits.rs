@@ -11,8 +11,7 @@ use rustix::process::{Pid, Signal};
 use vgpu_transport::link::stream::{Plain, StreamGuest};
 use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 
-use crate::common::{Guest, TIMEOUT};
-use crate::compute;
+use crate::common::{Guest, TIMEOUT, compute};
 use crate::served::workers::{children, guest, workers};
 use crate::served::{Scratch, Serve, vgpu};
 

@@ -17,16 +17,8 @@ mod virtual_machines;
 
 use std::time::Instant;
 
-use common::{Guest, TIMEOUT, add, bytes};
+use common::TIMEOUT;
 use served::{Scratch, vgpu};
-use vgpu_transport::wire::GraphId;
-
-fn compute(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
-    guest.graph(GraphId(1), &add(2, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
-}
 
 /// The output of `vgpu ps --json`, once `is_so` holds.
 fn status_when(scratch: &Scratch, is_so: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {

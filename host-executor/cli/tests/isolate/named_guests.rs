@@ -8,10 +8,10 @@ use vgpu_transport::size::shown;
 use vgpu_transport::wire::{MIN_EXTENT, Reply, Request};
 
 use crate::common::model::{for_weights, lookup, read_all, upload};
-use crate::common::{Guest, TIMEOUT};
+use crate::common::{Guest, TIMEOUT, compute};
 use crate::served::workers::workers;
 use crate::served::{Scratch, Serve, vgpu};
-use crate::{compute, of_guest, status_when};
+use crate::{of_guest, status_when};
 
 const TWO_GUESTS: &str = r#"
 [engine]

@@ -12,12 +12,12 @@ use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
 use vgpu_transport::wire::{DeviceCount, Offer, Reply};
 
-use crate::common::TIMEOUT;
-use crate::machine::{Machine, wait_for};
+use crate::common::{TIMEOUT, compute, wait_for};
+use crate::machine::Machine;
 use crate::served::program::copy_program;
 use crate::served::workers::{children, guest};
 use crate::served::{Scratch, Serve, vgpu};
-use crate::{compute, of_guest, status_when};
+use crate::{of_guest, status_when};
 
 /// The executor of a virtual machine dies, and the next one continues to serve the machine, with
 /// the stored files.

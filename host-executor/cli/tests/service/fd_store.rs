@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 
-use crate::common::{Guest, TIMEOUT};
-use crate::machine::{Machine, wait_for};
+use crate::common::{Guest, TIMEOUT, wait_for};
+use crate::machine::Machine;
 use crate::served::program::copy_program;
 use crate::served::workers::children;
 use crate::served::{Scratch, Serve, vgpu};
