@@ -48,14 +48,24 @@ fn worker_process() {
             }
         }
         "flood" => {
-            let report = WorkerMessage::from(WorkerReport {
-                served: 0,
-                pending: Vec::new(),
-                without_session: Vec::new(),
-                report: honest.clone(),
-            });
-            // Until the supervisor closes the connection.
-            while let Ok(()) | Err(FULL) = ipc.send(&report, None).map_err(|e| e.kind()) {}
+            let mut report = honest.clone();
+            report.status.guests.truncate(1);
+            report.status.guests[0].name = "a".into();
+            // Each report has the number of those before it as its memory. Until the supervisor
+            // closes the connection.
+            loop {
+                let message = WorkerMessage::from(WorkerReport {
+                    served: 0,
+                    pending: Vec::new(),
+                    without_session: Vec::new(),
+                    report: report.clone(),
+                });
+                match ipc.send(&message, None).map_err(|error| error.kind()) {
+                    Ok(()) => report.status.guests[0].usage.memory += 1,
+                    Err(FULL) => {}
+                    Err(_) => break,
+                }
+            }
         }
         "claims" => {
             let Ok(ReceiveOutcome::Message(ipc::Command::Rules(_), _)) = ipc.receive(None) else {

@@ -232,17 +232,28 @@ fn worker_that_falls_silent_is_killed_and_others_are_not() {
     test.shutdown();
 }
 
+/// Others are served meanwhile, and no more reports are read than the limit admits.
 #[test]
 fn flood_of_reports_does_not_keep_others_from_being_served() {
     // Time enough for the end of an honest worker beside the flood.
     let end = Duration::from_secs(2);
     let mut test = Supervised::new(end, &["flood", "honest", "honest", "honest"]);
+    let start = Instant::now();
     let _hostile = test.program("a");
     for _ in 0..3 {
         drop(served(&test.path("b")));
         // A guest may have two processes that are ending.
         eventually("the process of b has ended", || test.processes("b") == 0);
     }
+    let received = || {
+        let guests = test.status().guests;
+        let guest = guests.iter().find(|guest| guest.name == "a");
+        guest.map_or(0, |guest| guest.usage.memory)
+    };
+    eventually("more reports than are read at once", || received() > 64);
+    let received = received();
+    let most = 64 + start.elapsed().as_millis() as u64 / 20 + 1;
+    assert!(received <= most, "{received} reports, at most {most}");
     test.shutdown();
 }
 
