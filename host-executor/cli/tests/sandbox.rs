@@ -10,14 +10,14 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Host, TIMEOUT, compute, cpu};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 use served::program::copy_program;
 use served::{Scratch, Serve};
-use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role, SandboxError};
+use vgpu_executor::sandbox::{self, FileIsolation, ProcessIsolation, Profile, Role, SandboxError};
 use vgpu_executor::service;
 use vgpu_transport::link::{credentials, scm_rights};
 
@@ -582,6 +582,48 @@ fn reach_only_the_store(other: &Path) {
     assert_eq!(sent, Ok(13));
 }
 
+/// Another process of this user, which is not hidden, and has no capabilities that this process has
+/// not. It ends with this process.
+struct OtherProcess(Child);
+
+impl OtherProcess {
+    /// Starts the process. This one gives up its capabilities before: with some of them, the kernel
+    /// asks nobody else who may read another process.
+    fn start() -> OtherProcess {
+        sandbox::drop_current_capabilities().expect("capabilities");
+        rustix::thread::set_no_new_privs(true).expect("no new privileges");
+        let child = Command::new("cat").stdin(Stdio::piped()).spawn();
+        OtherProcess(child.expect("it starts"))
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+
+    /// Checks what /proc says about the process, which the access check of ptrace(2) guards: its
+    /// memory, environment, mappings, descriptors.
+    fn assert(&self, is_so: fn(&io::Result<()>) -> bool) {
+        let of = |what: &str| format!("/proc/{}/{what}", self.pid());
+        let memory = fs::File::open(of("mem")).map(drop);
+        let descriptor = fs::read_link(of("fd/0")).map(drop);
+        let mut outcomes = vec![("mem", memory), ("fd", descriptor)];
+        let others = ["environ", "maps", "smaps", "syscall", "auxv"];
+        outcomes.extend(others.map(|what| (what, fs::read(of(what)).map(drop))));
+        for (what, outcome) in outcomes {
+            assert!(is_so(&outcome), "{what}: {outcome:?}");
+        }
+    }
+}
+
+fn is_reachable(outcome: &io::Result<()>) -> bool {
+    outcome.is_ok()
+}
+
+fn is_refused(outcome: &io::Result<()>) -> bool {
+    let kind = outcome.as_ref().err().map(io::Error::kind);
+    kind == Some(io::ErrorKind::PermissionDenied)
+}
+
 #[test]
 fn worker_reaches_no_file_socket_or_other_process() {
     let test = "worker_reaches_no_file_socket_or_other_process";
@@ -605,8 +647,6 @@ fn worker_reaches_no_file_socket_or_other_process() {
         Ok(_) => Role::Machine,
     };
     let profile = Profile::Cpu;
-    let parent = std::os::unix::process::parent_id();
-    let memory_of_parent = move || std::fs::File::open(format!("/proc/{parent}/mem"));
     let file = || std::fs::read("/etc/passwd");
     let folder = PathBuf::from(std::env::var_os(FOLDER).expect("a folder"));
     let (key, new_file) = (folder.join("key"), folder.join("new"));
@@ -615,14 +655,11 @@ fn worker_reaches_no_file_socket_or_other_process() {
     let write = move || fs::write(&to_write, "x");
     let control = folder.join("control.sock");
     assert!(UnixStream::connect(&control).is_ok(), "reachable before");
-    // What /proc says about another process: its memory, environment, mappings, descriptors.
-    let about_parent = move |what: &str| fs::read(format!("/proc/{parent}/{what}"));
-    let descriptors_of_parent = move || fs::read_link(format!("/proc/{parent}/fd/0"));
-    assert!(about_parent("environ").is_ok() && about_parent("maps").is_ok());
-    assert!(descriptors_of_parent().is_ok());
+    let other = OtherProcess::start();
+    other.assert(is_reachable);
     let (sent, mut received) = UnixStream::pair().expect("a pair");
     assert!(
-        memory_of_parent().is_ok() && file().is_ok() && write().is_ok() && change().is_ok(),
+        file().is_ok() && write().is_ok() && change().is_ok(),
         "reachable before"
     );
     fs::remove_file(&new_file).expect("a new file");
@@ -639,33 +676,10 @@ fn worker_reaches_no_file_socket_or_other_process() {
         let host = Host::new(cpu());
         let mut guest = host.guest();
         compute(&mut guest);
+        other.assert(is_refused);
         sandbox::enter(profile, role).expect("a sandbox");
+        other.assert(is_refused);
         for (what, outcome) in [
-            ("the memory of another process", memory_of_parent().err()),
-            (
-                "the environment of another process",
-                about_parent("environ").err(),
-            ),
-            (
-                "the mappings of another process",
-                about_parent("maps").err(),
-            ),
-            (
-                "the memory map of another process",
-                about_parent("smaps").err(),
-            ),
-            (
-                "the system call of another process",
-                about_parent("syscall").err(),
-            ),
-            (
-                "the auxiliary vector of another process",
-                about_parent("auxv").err(),
-            ),
-            (
-                "the descriptors of another process",
-                descriptors_of_parent().err(),
-            ),
             ("a file", file().err()),
             ("a new file", write().err()),
             ("the permissions of a file", change().err()),
@@ -713,6 +727,83 @@ fn worker_reaches_no_file_socket_or_other_process() {
     let mut text = [0; 10];
     received.read_exact(&mut text).expect("what was sent");
     assert_eq!(&text, b"still open");
+}
+
+/// A driver keeps its files, also those that it moves to another folder, its descriptors and its
+/// connections, and may start processes while it is loaded. Other processes are out of reach, also
+/// before system calls are filtered.
+#[test]
+fn process_with_a_driver_reaches_its_files_and_no_other_process() {
+    let test = "process_with_a_driver_reaches_its_files_and_no_other_process";
+    if std::env::var_os(INSIDE).is_none() {
+        let scratch = Scratch::new("driver-domain");
+        for folder in ["from", "to"] {
+            fs::create_dir(scratch.path().join(folder)).expect("a folder");
+        }
+        return run_with_folder(test, "driver", scratch.path());
+    }
+    let folder = PathBuf::from(std::env::var_os(FOLDER).expect("a folder"));
+    let other = OtherProcess::start();
+    let pid = other.pid();
+    let signal = move || rustix::process::test_kill_process(pid);
+    let make_device = move |name: &str| {
+        // A file that stands for a removed one, for which no capability is needed.
+        let (path, kind) = (folder.join(name), rustix::fs::FileType::CharacterDevice);
+        rustix::fs::mknodat(rustix::fs::CWD, path, kind, rustix::fs::Mode::RUSR, 0)
+    };
+    other.assert(is_reachable);
+    assert_eq!((signal(), make_device("device")), (Ok(()), Ok(())));
+
+    // The harness has started this thread before: the rules hold for it and for its children.
+    let isolation = sandbox::isolate_processes().expect("rules");
+    // Linux 6.12.
+    if !sandbox::landlock_version().is_ok_and(|version| version >= 6) {
+        assert!(std::env::var_os("CI").is_none(), "{isolation}");
+        println!("skipped: {isolation}");
+        return;
+    }
+    assert_eq!(isolation, ProcessIsolation::Full);
+    let folder = PathBuf::from(std::env::var_os(FOLDER).expect("a folder"));
+    std::thread::spawn(move || {
+        let refused = |outcome: rustix::io::Result<()>, code| {
+            assert_eq!(outcome, Err(code));
+        };
+        other.assert(is_refused);
+        refused(signal(), rustix::io::Errno::PERM);
+        refused(make_device("other"), rustix::io::Errno::ACCESS);
+        // What a driver does when it is loaded.
+        let mut child = Command::new("sleep").arg("600").spawn().expect("a child");
+        let of_child = fs::read(format!("/proc/{}/environ", child.id()));
+        assert!(of_child.is_ok(), "{of_child:?}");
+        child.kill().expect("a signal to a child");
+        child.wait().expect("a child");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        std::net::TcpStream::connect(listener.local_addr().expect("bound")).expect("a connection");
+
+        let host = Host::new(cpu());
+        let mut guest = host.guest();
+        compute(&mut guest);
+        sandbox::enter(Profile::Driver, Role::Worker).expect("a sandbox");
+        other.assert(is_refused);
+        refused(signal(), rustix::io::Errno::PERM);
+        // And later.
+        let (from, to) = (folder.join("from/cache"), folder.join("to/cache"));
+        fs::write(&from, "kernels").expect("a new file");
+        fs::set_permissions(&from, fs::Permissions::from_mode(0o600)).expect("our file");
+        fs::rename(&from, &to).expect("a file of this user");
+        fs::hard_link(&to, &from).expect("a file of this user");
+        assert_eq!(fs::read(&from).expect("a file"), b"kernels");
+        fs::remove_file(&to).expect("a file of this user");
+        fs::File::open("/dev/null").expect("a device");
+        for what in ["mem", "environ", "maps", "fd/0"] {
+            let path = format!("/proc/self/{what}");
+            assert!(fs::symlink_metadata(&path).is_ok(), "{path}");
+        }
+        assert!(fs::read_link("/proc/self/fd/0").is_ok());
+        compute(&mut guest);
+    })
+    .join()
+    .expect("the worker's thread");
 }
 
 /// Checks in /proc that no thread has capabilities or can get any, and that each is filtered.

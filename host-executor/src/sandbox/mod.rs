@@ -16,10 +16,13 @@
 //!
 //! A process is also not dumpable ([`hide`]): other processes of its user can read neither its
 //! memory nor its descriptors. A worker with the CPU engine, which has the connections of one guest
-//! only, opens no socket, and Landlock leaves it no file but those of [`isolate_files`].
+//! only, opens no socket, and Landlock leaves it no file but those of [`isolate_files`]. With a
+//! driver it opens no socket either, and keeps the files of the user; Landlock keeps other
+//! processes from it ([`isolate_processes`]).
 
 mod calls;
 mod capabilities;
+mod domain;
 mod files;
 mod kernel;
 mod profile;
@@ -28,6 +31,7 @@ use std::fmt;
 
 use rustix::process::DumpableBehavior;
 
+pub use domain::{ProcessIsolation, isolate_processes};
 pub use files::{FileIsolation, isolate_files};
 pub use kernel::{landlock_version, seccomp_available};
 pub use profile::{FilterError, Profile, Role, SandboxError};

@@ -37,6 +37,10 @@ pub enum SandboxError {
     Dumpable(Errno),
     #[error("the files of this user cannot be closed off: {0}")]
     Files(#[from] landlock::RulesetError),
+    #[error("other processes cannot be closed off: {0}")]
+    Processes(landlock::RulesetError),
+    #[error("the folder of all files cannot be opened: {0}")]
+    Root(#[from] landlock::PathFdError),
     #[error("the threads of this process cannot be listed: {0}")]
     Threads(io::Error),
     #[error("thread {name} ({tid}) keeps its capabilities: it handles no signal")]

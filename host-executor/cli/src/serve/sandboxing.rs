@@ -3,7 +3,7 @@
 use anyhow::Context as _;
 use tracing::{info, warn};
 use vgpu_executor::engine::EngineKind;
-use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role};
+use vgpu_executor::sandbox::{self, FileIsolation, ProcessIsolation, Profile, Role};
 
 use super::trim_pages::Scope;
 
@@ -59,23 +59,25 @@ pub(super) fn enter(
     Ok(Confined(()))
 }
 
-/// Takes the files of the user from the process of a guest, which must have no other thread yet:
-/// the kernel restricts only the calling thread and its children.
-pub(super) fn isolate_files(engines: &[EngineKind]) -> anyhow::Result<()> {
-    if profile(engines) != Profile::Cpu {
-        // A driver opens files and devices.
-        info!("files: all of the user, for the driver");
-        return Ok(());
-    }
+/// Takes the files of the user from the process of a guest, or, if it has a driver, which opens files
+/// and devices, other processes only. The process must have no other thread yet: the kernel
+/// restricts only the calling thread and its children.
+pub(super) fn isolate(engines: &[EngineKind]) -> anyhow::Result<()> {
     let threads = std::fs::read_dir("/proc/self/task").context("counting threads")?;
     let threads = threads.count();
     anyhow::ensure!(
         threads == 1,
         "a fault of vgpu: {threads} threads run before the process gives up its files"
     );
-    match sandbox::isolate_files().context(REMEDY)? {
-        isolation @ FileIsolation::None => warn!("files: {isolation}"),
-        isolation => info!("files: {isolation}"),
+    match profile(engines) {
+        Profile::Cpu => match sandbox::isolate_files().context(REMEDY)? {
+            isolation @ FileIsolation::None => warn!("files: {isolation}"),
+            isolation => info!("files: {isolation}"),
+        },
+        Profile::Driver => match sandbox::isolate_processes().context(REMEDY)? {
+            isolation @ ProcessIsolation::None => warn!("files: {isolation}"),
+            isolation => info!("files: {isolation}"),
+        },
     }
     Ok(())
 }

@@ -68,7 +68,7 @@ pub(super) fn bind_and_isolate(
     let listeners = Listeners::of_isolated_machine(settings)?;
     let sockets = bind_with(listeners, settings)?;
     if !args.no_sandbox {
-        sandboxing::isolate_files(&selection.engines)?;
+        sandboxing::isolate(&selection.engines)?;
     }
     Ok(sockets)
 }

@@ -11,6 +11,7 @@ mod limits;
 #[path = "../../../tests/machine/mod.rs"]
 mod machine;
 mod named_guests;
+mod other_processes;
 #[path = "../served/mod.rs"]
 mod served;
 mod virtual_machines;

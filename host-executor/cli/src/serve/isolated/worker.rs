@@ -75,9 +75,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     if !args.no_sandbox {
         // Before the process has anything of its guest.
         sandbox::hide().context(REMEDY)?;
-    }
-    if !args.no_sandbox {
-        sandboxing::isolate_files(&args.engine)?;
+        sandboxing::isolate(&args.engine)?;
     }
     start_writer()?;
     let (sender, events) = mpsc::channel();
