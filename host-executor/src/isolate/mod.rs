@@ -50,7 +50,7 @@ pub use kill::KillError;
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::{Supervisor, SupervisorHealth};
-pub use thread_limit::{ThreadWatch, machine_threads};
+pub use thread_limit::{EngineThreads, ThreadWatch};
 pub use vm_files::{ALIVE_PERIOD, FileSupervisor};
 pub use vm_process::StartVmError;
 pub use worker::{serve, take_socket};

@@ -16,6 +16,7 @@ use tracing::error;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::process::ProcFiles;
+use super::thread_limit::EngineThreads;
 use super::totals::EndedWorkers;
 use crate::control::{ControlError, OpenQuestion, QuestionOutcome};
 use crate::drain::Drain;
@@ -89,8 +90,8 @@ pub(super) struct SupervisorState {
     pub(super) hang_limit: OnceLock<Duration>,
     /// Unset: the memory of the machine is not divided.
     pub(super) machine_memory: OnceLock<MachineMemory>,
-    /// Threads of a worker, without those for its programs. Unset: without a limit.
-    pub(super) thread_limit: OnceLock<usize>,
+    /// What the most threads of a worker depend on. Unset: without a limit.
+    pub(super) thread_limit: OnceLock<EngineThreads>,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
     /// What the driver says of the GPU of the engines of each device.

@@ -14,8 +14,9 @@ use super::drain;
 use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
 use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts, Worker};
+use super::thread_limit::{self, EngineThreads};
 use super::vm_process::{StartVmError, StartingVm};
-use super::{admission, certificates, ipc, machine_memory, thread_limit, vm_process, weights};
+use super::{admission, certificates, ipc, machine_memory, vm_process, weights};
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
 #[cfg(feature = "cuda")]
@@ -200,13 +201,10 @@ impl Supervisor {
 
     /// Kills workers with too many threads, when
     /// [`end_workers_of_many_threads`](SupervisorHealth::end_workers_of_many_threads) finds them.
-    /// `engine_threads`: those of the CPU engine of a worker, 0 for as many as it has processors.
-    /// `has_driver`: an engine loads a driver. Later calls have no effect.
-    pub fn limit_threads(&self, engine_threads: usize, has_driver: bool) {
-        let engines = self.shared.resources.engines.len();
-        let own = thread_limit::own_threads(engines, engine_threads, has_driver);
+    /// Later calls have no effect.
+    pub fn limit_threads(&self, engines: EngineThreads) {
         // Fails only if there is a limit.
-        let _ = self.shared.thread_limit.set(own);
+        let _ = self.shared.thread_limit.set(engines);
     }
 
     /// Kills processes that say nothing for `limit`. The first limit stays.

@@ -11,41 +11,84 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tracing::error;
+use vgpu_transport::link::pci::directory::SLOTS;
 
 use super::process::ProcFiles;
 use super::state::SupervisorState;
 
-/// Threads of a worker besides those of its engines and programs: for reports, the log, heartbeats,
-/// the watchdog, dumps and weights. There are about ten.
+/// Threads of a process besides those of its engines and programs: for reports, the log,
+/// heartbeats, the watchdog, dumps and commands. There are about ten.
 const OWN_THREADS: usize = 32;
 
 /// The same with a driver, which starts threads of its own.
 const OWN_THREADS_WITH_DRIVER: usize = 256;
 
-/// Threads for each program: that of its session, and that of the session before it, which frees
-/// memory.
-const THREADS_OF_A_PROGRAM: usize = 2;
+/// Threads for each engine besides those that compute: they ask it whether it works, hash weights,
+/// and read the figures of its GPU.
+const THREADS_OF_AN_ENGINE: usize = 3;
 
-/// Threads of a worker whose engines have `engine_threads` threads each (0: as many as there are
-/// processors), without those for its programs.
-pub(super) fn own_threads(engines: usize, engine_threads: usize, has_driver: bool) -> usize {
-    let processors = thread::available_parallelism().map_or(1, usize::from);
-    let own = match has_driver {
-        true => OWN_THREADS_WITH_DRIVER,
-        false => OWN_THREADS,
-    };
-    engines * engine_threads.max(processors) + own
+/// Sessions that have threads, for each program: its own, and the one before it, which frees
+/// memory.
+const SESSIONS_OF_A_PROGRAM: usize = 2;
+
+/// Programs of a virtual machine, one in each slot of its device, and those of the machine before,
+/// whose sessions end.
+const MACHINE_PROGRAMS: usize = 2 * SLOTS;
+
+/// Further threads of the process of a virtual machine: the answers of its control socket, of which
+/// there are 16 at once, and the two threads of a vfio-user device and of the one before it.
+const MACHINE_THREADS: usize = 16 + 2 * 2;
+
+/// What the threads of a process depend on: its engines.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineThreads {
+    /// The number of engines.
+    pub engines: usize,
+    /// The threads with which each of them computes on processors. 0: as many as there are.
+    pub threads: usize,
+    /// Whether one of them loads a driver.
+    pub has_driver: bool,
+    /// Whether one of them is a backend of ggml. On ggml's CPU backend each session computes with
+    /// threads of its own: the OpenMP library keeps a team for each thread that has computed.
+    pub has_ggml: bool,
 }
 
-/// The most threads of the executor of a virtual machine whose engines have `engine_threads`
-/// threads each (0: as many as there are processors), with so many programs, and connections before
-/// their first message. A connection that has been closed may have a thread beside the next one.
-pub fn machine_threads(
-    (engines, engine_threads, has_driver): (usize, usize, bool),
-    programs: usize,
-    handshakes: usize,
-) -> usize {
-    limit(own_threads(engines, engine_threads, has_driver), programs) + 2 * handshakes
+impl EngineThreads {
+    /// The threads of one engine, or as many as there are processors, if these are more.
+    fn of_an_engine(self) -> usize {
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        self.threads.max(processors)
+    }
+
+    /// The threads of a process without programs.
+    fn without_programs(self) -> usize {
+        let own = match self.has_driver {
+            true => OWN_THREADS_WITH_DRIVER,
+            false => OWN_THREADS,
+        };
+        self.engines * (self.of_an_engine() + THREADS_OF_AN_ENGINE) + own
+    }
+
+    /// The threads of each program.
+    fn of_a_program(self) -> usize {
+        // The thread of a session is one of its team.
+        let of_a_session = match self.has_ggml {
+            true => self.of_an_engine(),
+            false => 1,
+        };
+        SESSIONS_OF_A_PROGRAM * of_a_session
+    }
+
+    /// The most threads of a worker with so many programs. Programs count from when it was given
+    /// them until it has reported their end: a worker cannot claim any.
+    fn of_worker(self, programs: usize) -> usize {
+        self.without_programs() + self.of_a_program() * programs
+    }
+
+    /// The most threads of the process of a virtual machine.
+    pub fn of_machine(self) -> usize {
+        self.of_worker(MACHINE_PROGRAMS) + MACHINE_THREADS
+    }
 }
 
 /// How often a process is looked at.
@@ -86,20 +129,14 @@ impl ThreadWatch {
     }
 }
 
-/// The most threads of a worker with so many programs. Programs count from when it was given them
-/// until it has reported their end: a worker cannot claim any.
-fn limit(own_threads: usize, programs: usize) -> usize {
-    own_threads + THREADS_OF_A_PROGRAM * programs
-}
-
 /// Marks the workers with too many threads. The thread that watches such a worker kills it.
 pub(super) fn end_workers(shared: &SupervisorState) {
-    let Some(&own_threads) = shared.thread_limit.get() else {
+    let Some(engines) = shared.thread_limit.get() else {
         return;
     };
     for (id, worker) in &mut shared.processes().workers {
         let threads = worker.files.as_ref().map_or(0, ProcFiles::thread_count);
-        let limit = limit(own_threads, worker.sessions.len());
+        let limit = engines.of_worker(worker.sessions.len());
         if threads <= limit || worker.must_be_killed {
             continue;
         }
@@ -119,24 +156,41 @@ pub(super) fn end_workers(shared: &SupervisorState) {
 mod tests {
     use super::*;
 
+    const CPU: EngineThreads = EngineThreads {
+        engines: 1,
+        threads: 64,
+        has_driver: false,
+        has_ggml: false,
+    };
+
     /// A session has a thread, and the one before it may still free memory.
     #[test]
     fn limits_grow_with_engines_drivers_and_programs() {
-        let own = own_threads(1, 64, false);
+        let own = CPU.of_worker(0);
         // The engine, and what a process has without programs.
         assert!((64 + 20..64 + 64).contains(&own), "{own}");
-        assert!(own_threads(2, 64, false) >= own + 64);
-        assert!(own_threads(1, 64, true) >= own + 128);
-        assert!(own_threads(1, 0, false) > 20);
-        assert!(limit(own, 64) >= own + 2 * 64);
-        assert!(
-            limit(own, 64) <= own + 4 * 64,
-            "a worker cannot have any number"
-        );
-        let of_machine =
-            |programs, handshakes| machine_threads((1, 64, false), programs, handshakes);
-        assert_eq!(of_machine(0, 0), own);
-        assert!(of_machine(64, 0) >= own + 2 * 64);
-        assert!(of_machine(0, 64) >= own + 64);
+        let two = EngineThreads { engines: 2, ..CPU };
+        assert!(two.of_worker(0) >= own + 64);
+        let has_driver = true;
+        let driver = EngineThreads { has_driver, ..CPU };
+        assert!(driver.of_worker(0) >= own + 128);
+        assert!(EngineThreads { threads: 0, ..CPU }.of_worker(0) > 20);
+        assert_eq!(CPU.of_worker(64), own + 2 * 64);
+        // A virtual machine has 7 programs.
+        let machine = CPU.of_machine() - own;
+        assert!((2 * 7 + 16..64).contains(&machine), "{machine}");
+    }
+
+    /// On ggml's CPU backend each session has a team of threads.
+    #[test]
+    fn limits_grow_with_the_teams_of_a_backend_of_ggml() {
+        let ggml = EngineThreads {
+            has_driver: true,
+            has_ggml: true,
+            ..CPU
+        };
+        assert_eq!(ggml.of_worker(5) - ggml.of_worker(0), 5 * 2 * 64);
+        let machine = ggml.of_machine() - ggml.of_worker(0);
+        assert!(machine >= 7 * 2 * 64, "{machine}");
     }
 }

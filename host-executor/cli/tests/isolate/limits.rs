@@ -14,6 +14,7 @@ use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 use crate::common::{Guest, TIMEOUT, compute};
 use crate::served::workers::{children, guest, workers};
 use crate::served::{Scratch, Serve, vgpu};
+use crate::ggml;
 
 #[test]
 fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
@@ -291,6 +292,48 @@ fn threads_follow_the_programs_of_a_guest() {
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
+}
+
+/// ggml's CPU backend computes with OpenMP, whose library keeps a team of threads for each thread
+/// that has computed: one for each program. Such a guest is not killed for its threads.
+#[test]
+fn programs_on_a_backend_of_ggml_have_the_threads_that_they_need() {
+    const PROGRAMS: usize = 24;
+    const THREADS: usize = 16;
+    let scratch = Scratch::new("isolate-teams");
+    let file = scratch.path().join("vgpu.toml");
+    let uid = rustix::process::getuid().as_raw();
+    let text = format!("[[guest]]\nname = \"a\"\nuids = [{uid}]\nmemory = \"20M\"\n");
+    std::fs::write(&file, text).expect("a file");
+    let library = ggml::cached("build-llama-0.3.36/bin/libggml-cpu.so");
+    let engine = format!("--engine=ggml:{}", library.display());
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut command = vgpu(&["serve", &engine, "--isolate", "--guest-memory", "10M"]);
+    command
+        .args(["--listen", &endpoint, "--memory", "64M"])
+        .arg(format!("--threads={THREADS}"))
+        .arg("--config")
+        .arg(&file);
+    let serve = Serve::of(command);
+    let (first, session) = guest(&serve, &scratch);
+    let others = (1..PROGRAMS).map(|_| guest(&serve, &scratch).0);
+    let mut programs: Vec<Guest> = std::iter::once(first).chain(others).collect();
+    programs.iter_mut().for_each(compute);
+    let worker = workers(&serve, 1)[&session];
+    let tasks = std::fs::read_dir(format!("/proc/{worker}/task")).expect("it runs");
+    let tasks = tasks.count();
+    println!("{tasks} threads of {PROGRAMS} programs, {THREADS} in a team");
+    // More than a worker with a driver has without teams.
+    assert!(tasks > THREADS + 256 + 2 * PROGRAMS, "{tasks}");
+    // The supervisor looks once a second.
+    thread::sleep(Duration::from_millis(2500));
+    programs.iter_mut().for_each(compute);
+    assert_eq!(workers(&serve, 1)[&session], worker);
+    serve.signal(Signal::TERM);
+    drop(programs);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(!log.contains("threads, its limit is"), "{log}");
 }
 
 /// Each process has its part of the host memory, and a process that starts after a reload has the

@@ -9,10 +9,19 @@ use vgpu_transport::link::unix;
 use vgpu_transport::wire::Reply;
 
 use super::{CHATTY, SOON, Supervised, TIMEOUT, eventually, hello, receive, served};
+use crate::isolate::EngineThreads;
 use crate::isolate::dump::dump;
 use crate::isolate::state::{SupervisorState, Worker};
 use crate::log_limit::{GUEST_LINES, INTERVAL};
 use crate::status::{Progress, Status};
+
+/// A CPU engine with one thread.
+const ONE_ENGINE: EngineThreads = EngineThreads {
+    engines: 1,
+    threads: 1,
+    has_driver: false,
+    has_ggml: false,
+};
 
 #[test]
 fn garbage_of_a_worker_affects_only_its_guest() {
@@ -36,7 +45,7 @@ fn garbage_of_a_worker_affects_only_its_guest() {
 fn worker_with_too_many_threads_is_killed_and_no_other() {
     let mut test = Supervised::new(TIMEOUT, &["honest", "threads"]);
     let supervisor = test.supervisor.as_ref().expect("it runs");
-    supervisor.limit_threads(1, false);
+    supervisor.limit_threads(ONE_ENGINE);
     let health = supervisor.health();
     let mut guests = vec![served(&test.path("b"))];
     guests.push(served(&test.path("b")));

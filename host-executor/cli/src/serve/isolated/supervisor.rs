@@ -14,7 +14,7 @@ use tracing::info;
 use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::engine::{EngineKind, Selection};
-use vgpu_executor::isolate::{Resources, Supervisor, machine_threads};
+use vgpu_executor::isolate::{EngineThreads, Resources, Supervisor};
 use vgpu_executor::size::shown;
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
@@ -124,7 +124,14 @@ pub(crate) fn run(
     if let Some(limit) = Limits::start_time(settings.max_turn_time, false) {
         supervisor.limit_hangs(limit.max(MIN_HANG) + START_MARGIN);
     }
-    supervisor.limit_threads(settings.threads.count, selection.has_driver());
+    let is_ggml = |engine: &EngineKind| matches!(engine, EngineKind::Ggml(_));
+    let engine_threads = EngineThreads {
+        engines: engines.len(),
+        threads: settings.threads.count,
+        has_driver: selection.has_driver(),
+        has_ggml: engines.iter().any(is_ggml),
+    };
+    supervisor.limit_threads(engine_threads);
     if partition::divides_machine_memory(engines) {
         supervisor.divide_machine_memory(partition::machine_memory()?);
     }
@@ -133,16 +140,7 @@ pub(crate) fn run(
         set.context("certificates")?;
     }
     dumps.set_source(supervisor.status_handle());
-    // The processes of virtual machines have the default number of places.
-    let max_threads = machine_threads(
-        (
-            engines.len(),
-            settings.threads.count,
-            selection.has_driver(),
-        ),
-        Settings::default().max_guests,
-        limits.handshakes.of_one_origin,
-    );
+    let max_threads = engine_threads.of_machine();
     let mut machines = Vec::new();
     let mut folder = None;
     for guest in &settings.guests {
