@@ -28,7 +28,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 use tracing::Level;
-use vgpu_executor::isolate::{ALIVE_PERIOD, FileSupervisor, ThreadWatch};
+use vgpu_executor::isolate::{ALIVE_PERIOD, FileSupervisor, RestartPause, ThreadWatch};
 use vgpu_executor::{HangFinding, HangWatch, log_queue, raise_descriptors, sandbox, service};
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
@@ -49,14 +49,6 @@ const FIRST_FD: RawFd = 3;
 
 /// How often the state of the executor is checked while it sends nothing.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Pause before a dead executor is started again: at first, and at most. Doubled while executors
-/// die early.
-const MIN_PAUSE: Duration = Duration::from_millis(100);
-const MAX_PAUSE: Duration = Duration::from_secs(5);
-
-/// An executor that has lived shorter than this has died early.
-const EARLY: Duration = Duration::from_secs(10);
 
 /// Signals within this time of the first one count as one, as in `vgpu serve`.
 const SAME_SIGNAL: Duration = Duration::from_millis(500);
@@ -124,7 +116,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => (None, Vec::new()),
     };
     let mut socket = NotifySocket::open(supervisor)?;
-    let mut pause = MIN_PAUSE;
+    let mut pauses = match args.supervised {
+        Some(_) => RestartPause::of_one_guest(),
+        None => RestartPause::of_all_guests(),
+    };
     let mut executor = Executor::new(Duration::from_secs(args.watchdog), args.max_threads);
     loop {
         let started = Instant::now();
@@ -133,7 +128,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             // A mistake in the command.
             Err(error) if stored.is_empty() => return Err(error),
             Err(error) => {
-                pause = (pause * 2).min(MAX_PAUSE);
+                let pause = pauses.after_failed_start();
                 log(
                     Level::ERROR,
                     &format!(
@@ -193,11 +188,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             After::Fail => return Err(anyhow!("{} ended with {status}", args.command[0])),
             After::Restart => {}
         }
-        pause = if started.elapsed() > EARLY {
-            MIN_PAUSE
-        } else {
-            (pause * 2).min(MAX_PAUSE)
-        };
+        let pause = pauses.after(started.elapsed(), Instant::now());
         log(
             Level::WARN,
             &format!(

@@ -80,13 +80,18 @@ fn wait_for_turn<'a>(
     let end = Instant::now() + WORKER_TIMEOUT;
     let mut processes = shared.processes();
     loop {
-        let owed = program.pending.owed()?;
+        let paused = processes.pause_after_kills(guest, &program.peer);
+        let owed = program.pending.owed()?.max(paused);
         let has_to_wait = processes.has_to_wait(guest, &origin, is_tcp);
         if is_over() || !has_to_wait && owed.is_zero() {
             break;
         }
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        // A program that would wait longer learns that at once, and not at the end.
+        if left.is_zero() || paused > left {
+            if !paused.is_zero() {
+                log_pause(shared, &program.peer, paused);
+            }
             return None;
         }
         let pause = match has_to_wait {
@@ -96,6 +101,16 @@ fn wait_for_turn<'a>(
         processes = processes.wait_timeout(&shared.changed, pause);
     }
     (!is_over() && !has_hung_up(&program.socket)).then_some(processes)
+}
+
+fn log_pause(shared: &SupervisorState, peer: &Peer, pause: Duration) {
+    if let Some(others) = shared.refusal_log.allow(Instant::now()) {
+        warn!(
+            %peer,
+            "disconnected: workers of the guest were killed, and it gets the next one in \
+             {pause:.0?}; {others} such lines were left out"
+        );
+    }
 }
 
 /// Gives a program to the worker of its guest.

@@ -33,6 +33,7 @@ mod printable;
 mod process;
 mod query;
 mod report_rate_limit;
+mod restart_limit;
 mod state;
 mod supervisor;
 mod thread_limit;
@@ -48,6 +49,7 @@ mod hostile_tests;
 
 pub use kill::KillError;
 pub use partition::{Partition, Resources};
+pub use restart_limit::RestartPause;
 pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::{Supervisor, SupervisorHealth};
 pub use thread_limit::{EngineThreads, ThreadWatch};

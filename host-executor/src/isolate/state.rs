@@ -16,6 +16,7 @@ use tracing::error;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::process::ProcFiles;
+use super::restart_limit::{GuestKey, KilledGuests};
 use super::thread_limit::EngineThreads;
 use super::totals::EndedWorkers;
 use crate::control::{ControlError, OpenQuestion, QuestionOutcome};
@@ -128,6 +129,8 @@ pub(super) struct Processes {
     pub(super) workers: BTreeMap<u64, Worker>,
     pub(super) machines: BTreeMap<u64, VmProcess>,
     pub(super) ended_workers: EndedWorkers,
+    /// Guests that wait for their next worker.
+    pub(super) killed_guests: KilledGuests,
     /// The certificates of TCP links, for workers.
     pub(super) certificates: Option<OwnedFd>,
 }
@@ -333,6 +336,7 @@ impl SupervisorState {
                     workers: BTreeMap::new(),
                     machines: BTreeMap::new(),
                     ended_workers: EndedWorkers::default(),
+                    killed_guests: KilledGuests::default(),
                     certificates: None,
                 },
             ),
@@ -403,6 +407,12 @@ impl Worker {
             report: None,
             dumps: BTreeMap::new(),
         }
+    }
+
+    /// The guest for which the end of this worker counts.
+    pub(super) fn guest_key(&self) -> Option<GuestKey> {
+        let named = self.guest.clone().map(GuestKey::Named);
+        named.or_else(|| self.quota_origin.clone().map(GuestKey::Origin))
     }
 
     /// The name of the guest, or who it is without one.
@@ -577,6 +587,17 @@ impl Processes {
         };
         let ending = own.filter(is_ending).count();
         pending + ending >= of_one_origin
+    }
+
+    /// How long a program has to wait, because workers of its guest were killed and it needs a new
+    /// one.
+    pub(super) fn pause_after_kills(&mut self, guest: Option<&str>, peer: &Peer) -> Duration {
+        if guest.is_some_and(|name| self.worker_of(name).is_some()) {
+            return Duration::ZERO;
+        }
+        let named = guest.map(|name| GuestKey::Named(name.to_owned()));
+        let key = named.unwrap_or_else(|| GuestKey::Origin(peer.quota_origin()));
+        self.killed_guests.wait(&key, Instant::now())
     }
 
     /// How many programs can be served at once, of all guests like this one.

@@ -14,7 +14,7 @@ use tracing::error;
 use vgpu_transport::link::pci::directory::SLOTS;
 
 use super::process::ProcFiles;
-use super::state::SupervisorState;
+use super::state::{Processes, SupervisorState};
 
 /// Threads of a process besides those of its engines and programs: for reports, the log,
 /// heartbeats, the watchdog, dumps and commands. There are about ten.
@@ -134,7 +134,13 @@ pub(super) fn end_workers(shared: &SupervisorState) {
     let Some(engines) = shared.thread_limit.get() else {
         return;
     };
-    for (id, worker) in &mut shared.processes().workers {
+    let mut processes = shared.processes();
+    let Processes {
+        workers,
+        killed_guests,
+        ..
+    } = &mut *processes;
+    for (id, worker) in workers {
         let threads = worker.files.as_ref().map_or(0, ProcFiles::thread_count);
         let limit = engines.of_worker(worker.sessions.len());
         if threads <= limit || worker.must_be_killed {
@@ -149,6 +155,9 @@ pub(super) fn end_workers(shared: &SupervisorState) {
         );
         worker.must_be_killed = true;
         worker.close();
+        if let Some(guest) = worker.guest_key() {
+            killed_guests.add(guest, Instant::now());
+        }
     }
 }
 

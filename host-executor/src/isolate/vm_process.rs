@@ -16,14 +16,10 @@ use vgpu_transport::link::socket_file;
 use super::ipc::IpcSocket;
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn};
+use super::restart_limit::RestartPause;
 use super::state::{MakeMachine, SupervisorState, VmAnswers, VmProcess};
 use super::vm_files::{FilesEnd, VmFiles};
 use crate::control::StartingProcess;
-
-/// Pause before the process of a virtual machine is started again: at first, and at most. Doubled
-/// while processes end early.
-const MIN_PAUSE: Duration = Duration::from_millis(100);
-const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// How often a thread that pauses checks for a shutdown.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -255,7 +251,7 @@ fn keep(
     command: &MakeMachine,
     (socket, control): (&Path, &Path),
 ) {
-    let mut pause = MIN_PAUSE;
+    let mut pauses = RestartPause::of_one_guest();
     loop {
         let (pid, started) = (process.child.id(), Instant::now());
         let limit = shared.hang_limit.get().copied();
@@ -288,10 +284,7 @@ fn keep(
                 pid, "cannot wait for the machine's process: {error}"
             ),
         }
-        pause = match started.elapsed() > MAX_PAUSE {
-            true => MIN_PAUSE,
-            false => (pause * 2).min(MAX_PAUSE),
-        };
+        let mut pause = pauses.after(started.elapsed(), Instant::now());
         process = loop {
             let until = Instant::now() + pause;
             while Instant::now() < until {
@@ -308,7 +301,7 @@ fn keep(
                     "the machine's process cannot be started: {error}"
                 ),
             }
-            pause = (pause * 2).min(MAX_PAUSE);
+            pause = pauses.after_failed_start();
         };
         warn!(
             vm = name,

@@ -121,6 +121,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::super::ipc::IpcSocket;
+    use super::super::restart_limit::KilledGuests;
     use super::super::totals::EndedWorkers;
     use super::*;
     use crate::policy::Policy;
@@ -151,6 +152,7 @@ mod tests {
             workers: BTreeMap::new(),
             machines: BTreeMap::new(),
             ended_workers: EndedWorkers::default(),
+            killed_guests: KilledGuests::default(),
             certificates: None,
         }
     }

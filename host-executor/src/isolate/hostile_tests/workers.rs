@@ -5,6 +5,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::RecvFlags;
 use vgpu_transport::link::unix;
 use vgpu_transport::wire::Reply;
 
@@ -71,6 +72,30 @@ fn worker_with_too_many_threads_is_killed_and_no_other() {
     println!("a worker of two programs has {threads} threads");
     assert!(!is_closing && (3..20).contains(&threads), "{of_b:?}");
     guests.push(served(&test.path("b")));
+    test.shutdown();
+}
+
+/// A guest gets its processes killed again and again. After three it waits for the next one, longer
+/// than a program is kept waiting, and no other guest does.
+#[test]
+fn guest_whose_workers_are_killed_again_and_again_waits_for_the_next_one() {
+    let mut test = Supervised::new(TIMEOUT, &["threads", "threads", "threads", "honest"]);
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    supervisor.limit_threads(ONE_ENGINE);
+    let health = supervisor.health();
+    for _ in 0..3 {
+        let _hostile = test.program("a");
+        eventually("it is killed", || {
+            health.end_workers_of_many_threads();
+            test.processes("a") == 0
+        });
+    }
+    let refused = test.connect("a");
+    let got = rustix::net::recv(&refused, &mut [0], RecvFlags::empty());
+    assert!(!matches!(got, Ok((1.., _))), "{got:?}");
+    assert_eq!(test.started.load(Ordering::Relaxed), 3);
+    let _guest = served(&test.path("b"));
+    assert_eq!(test.started.load(Ordering::Relaxed), 4);
     test.shutdown();
 }
 
