@@ -93,9 +93,14 @@ impl Serve {
     }
 
     /// Starts a command that serves, and waits until it is ready.
-    pub(crate) fn of(mut command: Command) -> Serve {
+    pub(crate) fn of(command: Command) -> Serve {
+        Serve::with_stdin(command, Stdio::null())
+    }
+
+    /// As [`of`](Serve::of), with something as standard input.
+    pub(crate) fn with_stdin(mut command: Command, stdin: Stdio) -> Serve {
         command
-            .stdin(Stdio::null())
+            .stdin(stdin)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let mut child = command.spawn().expect("the command starts");

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 
 use crate::common::{Guest, TIMEOUT, wait_for};
@@ -369,18 +370,57 @@ fn killed_fd_store_ends_its_executor_and_the_next_one_serves() {
 /// dump and SIGUSR1 say what the store keeps.
 #[test]
 fn fd_store_kills_an_executor_that_falls_silent() {
+    kill_silent_executor(&[], Stdio::null());
+}
+
+/// Below a supervisor, signs of life and questions come over a pair of sockets that is the standard
+/// input of the executor. The next executor has a new pair.
+#[test]
+fn supervised_fd_store_kills_an_executor_that_falls_silent() {
+    let (ours, theirs) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .expect("a pair");
+    // There are no files of an earlier store.
+    rustix::net::send(&ours, b"\"Complete\"", SendFlags::empty()).expect("room");
+    // The supervisor is of the same version.
+    let supervised = concat!("--supervised=", env!("VGPU_VERSION"));
+    kill_silent_executor(&[supervised], theirs.into());
+    // What the store has told its supervisor.
+    let mut told = Vec::new();
+    let mut message = [0; 4096];
+    loop {
+        match rustix::net::recv(&ours, &mut message, RecvFlags::DONTWAIT) {
+            Ok((len, _)) if len > 0 => {
+                told.push(String::from_utf8_lossy(&message[..len]).into_owned());
+            }
+            _ => break,
+        }
+    }
+    for said in ["Alive", "\"Store\":{\"name\":\"vgpu-vm1-memory\"}"] {
+        assert!(told.iter().any(|text| text.contains(said)), "{told:?}");
+    }
+}
+
+/// Starts a store with these arguments, stops its executor, and looks at what follows.
+fn kill_silent_executor(arguments: &[&str], stdin: Stdio) {
     let scratch = Scratch::new("fd-store-watchdog");
     let at = |name: &str| scratch.path().join(name);
     let (control, socket) = (at("control.sock"), at("vm1.sock"));
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
-    let mut command = vgpu(&["fd-store", "--watchdog", "4", "--"]);
+    let mut command = vgpu(&["fd-store", "--watchdog", "4"]);
     command
-        .args([env!("CARGO_BIN_EXE_vgpu"), "serve", "--threads", "1"])
+        .args(arguments)
+        .args(["--", env!("CARGO_BIN_EXE_vgpu"), "serve", "--engine", "cpu"])
+        .args(["--threads", "1"])
         .args(["--memory", "64M", "--config", "/dev/null", "--vm", &vm])
         .arg("--listen")
         .arg(format!("unix:{}", scratch.socket().display()))
         .args([Path::new("--control"), &control]);
-    let serve = Serve::of(command);
+    let serve = Serve::with_stdin(command, stdin);
     let dump = || {
         let asked = vgpu(&["dump", "--control"]).arg(&control).output();
         String::from_utf8(asked.expect("a program").stdout).expect("text")
