@@ -28,7 +28,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 use tracing::Level;
-use vgpu_executor::isolate::{ALIVE_PERIOD, FileSupervisor, RestartPause, ThreadWatch};
+use vgpu_executor::isolate::{
+    ALIVE_PERIOD, FileSupervisor, RestartPause, ThreadWatch, limit_executor_descriptors,
+};
 use vgpu_executor::{HangFinding, HangWatch, log_queue, raise_descriptors, sandbox, service};
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
@@ -498,6 +500,10 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
     // The executor ends with the process that keeps its file descriptors.
     rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
         .context("asking for a signal at the end of vgpu fd-store")?;
+    // Below a supervisor, the executor is the process of a guest.
+    if std::env::var_os(service::FD_STORE_ON_STDIN).is_some() {
+        limit_executor_descriptors().context("limiting the descriptors of the executor")?;
+    }
     let mut command = Command::new(&args.command[0]);
     if args.command[0] == OWN_PROGRAM {
         command.arg0("vgpu");

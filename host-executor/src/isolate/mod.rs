@@ -49,6 +49,7 @@ mod hostile_tests;
 
 pub use kill::KillError;
 pub use partition::{Partition, Resources};
+pub use process::limit_executor_descriptors;
 pub use restart_limit::RestartPause;
 pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::{Supervisor, SupervisorHealth};

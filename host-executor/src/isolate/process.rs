@@ -10,20 +10,76 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Dir, Mode, OFlags};
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
+
+/// How many descriptors a process may have, in eighths of those of the supervisor.
+///
+/// The kernel counts the descriptors that wait in Unix sockets for all processes of a user
+/// together, and refuses to send more to a process whose limit of open descriptors is below that
+/// number. A worker that a guest has taken over can fill sockets that nobody reads. The supervisor
+/// still passes on connections and files, and `vgpu fd-store` files, since each may have more than
+/// the processes of guests.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Descriptors {
+    /// A worker, which has six eighths. So does the executor of a virtual machine
+    /// ([`limit_executor_descriptors`]).
+    OfWorker,
+    /// `vgpu fd-store`, which has seven eighths.
+    OfFdStore,
+}
+
+impl Descriptors {
+    fn limit(self) -> Rlimit {
+        let eighths = match self {
+            Descriptors::OfWorker => 6,
+            Descriptors::OfFdStore => 7,
+        };
+        part_of_descriptors(eighths, 8)
+    }
+}
+
+/// A part of the descriptors that this process may have.
+fn part_of_descriptors(numerator: u64, denominator: u64) -> Rlimit {
+    let own = getrlimit(Resource::Nofile);
+    // Linux has a limit for each process.
+    let most = own
+        .maximum
+        .map(|most| most - most / denominator * (denominator - numerator));
+    let current = own.current.zip(most).map(|(now, most)| now.min(most));
+    Rlimit {
+        current: current.or(most),
+        maximum: most,
+    }
+}
+
+/// Limits the descriptors of this process, which is about to become the executor of a virtual
+/// machine, to those of a worker: six of the seven eighths that its `vgpu fd-store` has.
+///
+/// # Errors
+/// The kernel refuses the limit.
+pub fn limit_executor_descriptors() -> io::Result<()> {
+    setrlimit(Resource::Nofile, part_of_descriptors(6, 7))?;
+    Ok(())
+}
 
 /// Starts a process that receives SIGTERM when its parent thread ends, `nice` levels nicer than
-/// this process.
-pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
+/// this process, and with fewer descriptors.
+pub(super) fn spawn(
+    command: &mut Command,
+    nice: i32,
+    descriptors: Descriptors,
+) -> io::Result<Child> {
+    let descriptors = descriptors.limit();
     // The kernel lets nobody lower a level, and has none beyond 19.
     let level = (rustix::process::getpriority_process(None)? + nice).min(19);
     // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
-    // makes two system calls, allocates nothing and takes no lock.
+    // makes three system calls, allocates nothing and takes no lock.
     unsafe {
         command.pre_exec(move || {
             // The kernel sends the signal when the thread that forked ends. The forking thread
             // waits for the child, or is the main thread of the supervisor.
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            setrlimit(Resource::Nofile, descriptors)?;
             if nice > 0 {
                 rustix::process::setpriority_process(None, level)?;
             }

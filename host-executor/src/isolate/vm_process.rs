@@ -15,7 +15,7 @@ use vgpu_transport::link::socket_file;
 
 use super::ipc::IpcSocket;
 use super::log_pipe::LogPipe;
-use super::process::{ExitReason, spawn};
+use super::process::{Descriptors, ExitReason, spawn};
 use super::restart_limit::RestartPause;
 use super::state::{MakeMachine, SupervisorState, VmAnswers, VmProcess};
 use super::vm_files::{FilesEnd, VmFiles};
@@ -199,7 +199,7 @@ fn spawn_child(
         .stderr(Stdio::piped());
     // Not locked: a start waits until the new process has loaded its program.
     let nice = shared.processes().partition.nice(Some(name), 1);
-    let mut child = spawn(&mut command, nice)?;
+    let mut child = spawn(&mut command, nice, Descriptors::OfFdStore)?;
     let mut processes = shared.processes();
     // A shutdown that begins from now on finds the process in the list.
     if shared.stop.is_set() {

@@ -12,7 +12,7 @@ use tracing::{error, info, warn};
 use super::ipc::{IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, WorkerReport};
 use super::log_pipe::LogPipe;
 use super::machine_memory;
-use super::process::{ExitReason, ProcFiles, spawn, wait_or_kill};
+use super::process::{Descriptors, ExitReason, ProcFiles, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
 use super::state::{Processes, SupervisorState, UnassignedProgram, Worker};
 use super::weights;
@@ -56,7 +56,7 @@ pub(super) fn start(
                 .stdin(Stdio::from(theirs))
                 .stdout(Stdio::null())
                 .stderr(Stdio::piped());
-            let started = spawn(&mut command, nice);
+            let started = spawn(&mut command, nice, Descriptors::OfWorker);
             // The command owns the worker's end of the socket, which must not stay open here.
             drop(command);
             watch(&shared, session, &ipc, started, limit);

@@ -1,20 +1,23 @@
 //! How many guests there may be, and what isolation requires.
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketType};
-use rustix::process::{Pid, Signal};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
+use vgpu_transport::link::scm_rights::{self, MAX_FILES};
 use vgpu_transport::link::stream::{Plain, StreamGuest};
 use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 
 use crate::common::{Guest, TIMEOUT, compute};
-use crate::served::workers::{children, guest, workers};
-use crate::served::{Scratch, Serve, vgpu};
 use crate::ggml;
+use crate::served::workers::{children, guest, workers};
+use crate::served::{Scratch, Serve, as_another_user, vgpu};
 
 #[test]
 fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
@@ -334,6 +337,102 @@ fn programs_on_a_backend_of_ggml_have_the_threads_that_they_need() {
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
     assert!(!log.contains("threads, its limit is"), "{log}");
+}
+
+/// The most descriptors that a process may have.
+fn most_descriptors(pid: i32) -> u64 {
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).expect("it runs");
+    let line = limits
+        .lines()
+        .find(|line| line.starts_with("Max open files"));
+    let mut words = line.expect("a line").split_whitespace();
+    let most = words.nth(4).expect("a hard limit");
+    most.parse().expect("a number")
+}
+
+/// A process of a guest may have fewer descriptors than a `vgpu fd-store`, and that fewer than the
+/// supervisor: so a guest that has taken over its process cannot keep them from passing files.
+#[test]
+fn processes_of_guests_have_fewer_descriptors_than_those_that_pass_files() {
+    let scratch = Scratch::new("isolate-descriptors");
+    let socket = scratch.path().join("vm1.sock");
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let isolate = ["--isolate", "--guest-memory", "20M", "--vm", &vm];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let (mut program, session) = guest(&serve, &scratch);
+    compute(&mut program);
+    let supervisor = serve.child.id().cast_signed();
+    let worker = workers(&serve, 1)[&session].as_raw_pid();
+    let is_other = |pid: &i32| *pid != worker;
+    let store = children(serve.child.id()).into_iter().find(is_other);
+    let store = store.expect("a store");
+    let executor = children(store.cast_unsigned())[0];
+    let all = most_descriptors(supervisor);
+    let of = [store, executor, worker].map(most_descriptors);
+    println!("{all} descriptors of the supervisor, {of:?}");
+    let is_about = |count: u64, eighths| count.abs_diff(all * eighths / 8) <= 16;
+    assert!(
+        is_about(of[0], 7) && is_about(of[1], 6) && is_about(of[2], 6),
+        "{of:?}"
+    );
+    serve.signal(Signal::TERM);
+    drop(program);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+/// Set in the process of the test below.
+const INSIDE: &str = "VGPU_TEST_FILES_UNDER_WAY";
+
+/// What the limits of descriptors are for: the kernel refuses to send more files to a process when
+/// more of its user's files wait in sockets than the process may have open, and only then.
+#[test]
+fn files_that_wait_in_sockets_keep_only_processes_with_fewer_descriptors_from_sending() {
+    if std::env::var_os(INSIDE).is_none() {
+        let test = "limits::files_that_wait_in_sockets_keep_only_processes_with_fewer_\
+                    descriptors_from_sending";
+        let mut again = Command::new(std::env::current_exe().expect("this program"));
+        again
+            .args(["--exact", test, "--nocapture"])
+            .env(INSIDE, "1");
+        let output = again.output().expect("it starts");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
+        return;
+    }
+    // Of another user than root, whom the kernel refuses nothing.
+    as_another_user(|| {
+        let pair = || {
+            let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+            rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).expect("a pair")
+        };
+        let limit = |descriptors| {
+            let own = getrlimit(Resource::Nofile);
+            let current = Some(descriptors);
+            setrlimit(Resource::Nofile, Rlimit { current, ..own }).expect("a lower limit");
+        };
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        let files = [file.as_fd(); MAX_FILES];
+        let send = |to: &OwnedFd| scm_rights::send(to, b"x", &files, SendFlags::DONTWAIT);
+        limit(64);
+        let (full, _unread) = pair();
+        let mut sent = 0;
+        let refused = loop {
+            match send(&full) {
+                Ok(_) => sent += MAX_FILES,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(refused, Errno::TOOMANYREFS, "after {sent}");
+        assert!((64..128).contains(&sent), "{sent}");
+        let (other, _unread) = pair();
+        assert_eq!(send(&other), Err(Errno::TOOMANYREFS));
+        limit(128);
+        assert_eq!(send(&other), Ok(1));
+    });
 }
 
 /// Each process has its part of the host memory, and a process that starts after a reload has the
