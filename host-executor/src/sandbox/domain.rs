@@ -31,9 +31,9 @@ pub enum ProcessIsolation {
 /// memory, environment, mappings and descriptors, and signals to them. Files stay as they are, and
 /// so do processes that this process starts later.
 ///
-/// TCP ports and abstract sockets are not restricted: the driver may connect to a service when it
-/// is loaded (as CUDA does below NVIDIA's MPS), and [`enter`](super::enter) refuses every further
-/// connection.
+/// TCP ports and abstract sockets are not restricted. A driver may connect to a service when it is
+/// loaded, as CUDA does to NVIDIA's MPS, and which sockets it uses is not documented.
+/// [`enter`](super::enter) refuses every further connection.
 ///
 /// Call this before other threads start: the kernel restricts no thread that runs already.
 ///
