@@ -10,10 +10,11 @@ use rustix::process::Signal;
 use vgpu_executor::sandbox;
 
 use crate::changed_backend::{Changes, changed_backend};
+use crate::common::compute;
+use crate::ggml;
 use crate::machine::Machine;
 use crate::served::workers::guest;
 use crate::served::{Scratch, Serve};
-use crate::{compute, ggml};
 
 /// Set in the process that is to be out of reach.
 const TARGET: &str = "VGPU_TEST_TARGET";
