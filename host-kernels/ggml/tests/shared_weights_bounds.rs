@@ -7,6 +7,7 @@ mod backend_counters;
 mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
+mod counted_backend;
 #[allow(dead_code)] // other tests use the rest
 #[path = "../../check/tests/common/counting.rs"]
 mod counting;
@@ -19,9 +20,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use backend_counters::{counters, set};
 use changed_backend::{Changes, changed_backend};
+use counted_backend::{copied_by, counted_backend};
 use counting::{Counting, counted};
-use graphs::{Place, graph_over};
-use products::{Quota, taken};
+use graphs::{PRODUCT, Place, graph_over};
+use products::{BLOCK, COLUMNS, Quota, ROWS, WEIGHTS, taken};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, EngineError, Extent, Memory};
 use vgpu_ggml::{BackendOptions, GgmlEngine};
@@ -56,15 +58,29 @@ fn start_with(
     let folder = folder.join(NEXT.fetch_add(1, Ordering::Relaxed).to_string());
     std::fs::create_dir(&folder).unwrap();
     let path = changed_backend(&common::cached(""), &folder, changes);
+    (start_at(&path, memory, shares_weights, false), path)
+}
+
+/// The same, which counts what is copied.
+fn start_counted(folder: &Path, changes: &Changes<'_>, memory: u64) -> (GgmlEngine, PathBuf) {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let folder = folder.join(format!("counted-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
+    std::fs::create_dir(&folder).unwrap();
+    let path = changed_backend(&common::cached(""), &folder, changes);
+    let path = counted_backend(&common::cached(""), &folder, &path);
+    (start_at(&path, memory, Some(true), false), path)
+}
+
+fn start_at(path: &Path, memory: u64, shares_weights: Option<bool>, repacks: bool) -> GgmlEngine {
     let options = BackendOptions {
         threads: 1,
         memory: Some(memory),
-        repacks: false,
+        repacks,
         shares_weights,
         ..BackendOptions::default()
     };
     let cpu = Arc::new(CpuEngine::new(1, None).unwrap());
-    (GgmlEngine::start(&path, &options, cpu).unwrap(), path)
+    GgmlEngine::start(path, &options, cpu).unwrap()
 }
 
 fn old_bytes() -> Changes<'static> {
@@ -430,6 +446,227 @@ fn compiling_for_many_segments_is_announced_and_can_be_cancelled() {
         if asked.into_inner() > allowed {
             assert_eq!(outcome, Err(EngineError::Cancelled), "{allowed} of {all}");
         }
+    }
+}
+
+/// Tensors across the ends of segments, of which some are those of another guest: each segment is
+/// read once, and written once.
+#[test]
+fn a_compilation_copies_each_segment_once() {
+    /// The bytes of an extent, and of a segment that was written.
+    const EXTENT: u64 = 256 * KIB;
+    const PART: u64 = 10_001;
+    /// The segments of each kind.
+    const EXTENTS: u64 = 8;
+    const PARTS: u64 = 60;
+    let folder = tempfile::tempdir().unwrap();
+    let (engine, path) = start_counted(folder.path(), &old_bytes(), 1 << 30);
+    let bytes = content(EXTENTS * EXTENT, 9);
+    let first = for_weights(&engine, MODEL, &unlimited());
+    let places = || (0..EXTENTS).map(|number| number * EXTENT);
+    for at in places() {
+        let part = &bytes[at as usize..][..EXTENT as usize];
+        drop(upload(&*first, at, part).unwrap());
+    }
+    first.freeze();
+    let other = engine.alloc(MODEL).unwrap();
+    let all = EXTENTS * EXTENT + PARTS * PART;
+    let ends = (1..=EXTENTS).map(|number| number * EXTENT);
+    let ends = ends.chain((1..PARTS).map(|number| EXTENTS * EXTENT + number * PART));
+    let across: Vec<u64> = ends.map(|end| (end - 32) / 4 * 4).collect();
+    for writes in [false, true] {
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        for at in places() {
+            let extent = first.extent(at, EXTENT).unwrap();
+            assert_eq!(memory.attach(at, &extent, &|| false), Ok(EXTENT));
+        }
+        let written = content(PARTS * PART / 8 * 8 + 8, 10);
+        let written = &written[..(PARTS * PART) as usize];
+        for (at, part) in (0..).zip(written.chunks(PART as usize)) {
+            write(&*memory, EXTENTS * EXTENT + at * PART, part).unwrap();
+        }
+        assert!(memory.bytes_in_use() == all && memory.freeze());
+        // The graph writes to the first tensor, with its own bytes.
+        let mut graph = copies(&engine, MODEL, 64, &across);
+        if writes {
+            let row = [16, 1, 1, 1];
+            let mut tensors: Vec<Place> = vec![(Type::I32, row, 1, 0)];
+            tensors.extend(across.iter().map(|&at| (Type::I32, row, 0, at)));
+            let read: Vec<[u32; 1]> = (1..=across.len() as u32).map(|at| [at]).collect();
+            let nodes: Vec<(Op, u32, &[u32])> = { read.iter() }
+                .map(|read| (Op::Copy {}, 0, &read[..]))
+                .chain([(Op::Copy {}, 1, &[1][..])])
+                .collect();
+            graph = graph_over(&engine, MODEL, &tensors, &nodes);
+        }
+        let buffers = [Arc::clone(&memory), Arc::clone(&other)];
+        let compile = || engine.compile(&graph, &buffers, &|| false).unwrap();
+        let (plan, copied) = copied_by(&path, compile);
+        assert_eq!(copied.read, all, "{copied:?}");
+        // Bytes behind the new segment, which are no whole words, are cleared by a write.
+        assert!((all..all + 8).contains(&copied.written), "{copied:?}");
+        drop(plan);
+        let (mut plan, copied) = copied_by(&path, compile);
+        assert_eq!((copied.read, copied.written), (0, 0), "{copied:?}");
+        plan.run().unwrap();
+        let expected = [&bytes[..], written].concat();
+        assert!(read(&*memory, 0, all) == expected);
+        assert!(read(&*first, 0, EXTENTS * EXTENT) == bytes);
+    }
+}
+
+/// An operator, and the dimensions of its sources and of its result.
+type Operator<'a> = (Op, &'a [[u64; 4]], [u64; 4]);
+
+/// A graph with so many nodes of one operator, and the numbers that are announced for it. Each node
+/// has tensors of its own if `are_own`; otherwise all have the same.
+fn repeated(
+    engine: &dyn Engine,
+    (op, sources, result): Operator<'_>,
+    nodes: usize,
+    are_own: bool,
+) -> (ValidGraph, GraphCounts) {
+    let groups = if are_own { nodes } else { 1 };
+    let each = sources.len() + 1;
+    let tensors: Vec<Place> = (0..groups as u64)
+        .flat_map(|group| {
+            let at = group * 1024;
+            let source =
+                move |(index, &ne): (usize, &[u64; 4])| (Type::F32, ne, 0, at + index as u64 * 64);
+            let sources = sources.iter().enumerate().map(source);
+            sources.chain([(Type::F32, result, 1, at)])
+        })
+        .collect();
+    let names: Vec<Vec<u32>> = (0..nodes)
+        .map(|node| (node % groups * each) as u32)
+        .map(|first| (first..first + sources.len() as u32).collect())
+        .collect();
+    let nodes: Vec<(Op, u32, &[u32])> = { names.iter() }
+        .map(|names| (op, names[0] + sources.len() as u32, &names[..]))
+        .collect();
+    let counts = GraphCounts {
+        buffers: 2,
+        tensors: tensors.len(),
+        nodes: nodes.len(),
+    };
+    (graph_over(engine, MODEL, &tensors, &nodes), counts)
+}
+
+/// Whether compiling takes what is announced at most, and, if `is_close`, a quarter at least.
+fn check_announced(
+    engine: &dyn Engine,
+    (graph, counts): &(ValidGraph, GraphCounts),
+    buffers: &[Arc<dyn Memory>],
+    is_close: bool,
+) {
+    let compile = || engine.compile(graph, buffers, &|| false).unwrap();
+    let (_plan, allocated) = counted(compile);
+    let announced = engine.compile_bytes(counts);
+    let most = allocated.most;
+    assert!(most <= announced, "{most} of {announced} for {counts:?}");
+    assert!(
+        !is_close || most >= announced / 4,
+        "{most} of {announced} for {counts:?}"
+    );
+}
+
+/// Nodes of the device, results that are copied to their place, nodes that the other engine has,
+/// products that read copies in another layout, and tensors that are moved: few of them, and many.
+#[test]
+fn what_a_compilation_takes_is_announced() {
+    let folder = tempfile::tempdir().unwrap();
+    let changes = Changes {
+        greedy: "GGML_OP_CUMSUM",
+        lacks: "GGML_OP_RWKV_WKV7",
+        ..old_bytes()
+    };
+    let (engine, _) = start(folder.path(), &changes, 1 << 30);
+    for nodes in [1, 2, 7, 100, 5000] {
+        let buffers = || {
+            [
+                for_weights(&engine, MODEL, &unlimited()),
+                engine.alloc(MODEL).unwrap(),
+            ]
+        };
+        let row = [16, 1, 1, 1];
+        let (token, state) = ([4, 1, 1, 1], [16, 1, 1, 1]);
+        let recurrent = [token, token, token, token, token, token, state];
+        let operators: [Operator<'_>; 3] = [
+            (Op::Add {}, &[row, row], row),
+            (Op::Cumsum {}, &[row], row),
+            (Op::RwkvWkv7 {}, &recurrent, [4, 5, 1, 1]),
+        ];
+        for operator in operators {
+            for are_own in [false, true] {
+                let graph = repeated(&engine, operator, nodes, are_own);
+                // A node of the device could be followed by a copy.
+                let is_close = nodes == 5000 && operator.0 != Op::Add {};
+                // The first compilation also makes the segment.
+                check_announced(&engine, &graph, &buffers(), is_close);
+                let whole = [0; 2].map(|_| engine.alloc(MODEL).unwrap());
+                check_announced(&engine, &graph, &whole, is_close);
+            }
+        }
+        // Each tensor is in two segments, as far as there may be so many.
+        let [memory, other] = buffers();
+        let places: Vec<u64> = (0..nodes as u64).map(|at| at * 4096).collect();
+        for &at in &places {
+            write(&*memory, at + 1, &[1; 40]).unwrap();
+            write(&*memory, at + 41, &[2; 40]).unwrap();
+        }
+        let graph = copies(&engine, MODEL, 64, &places);
+        let counts = GraphCounts {
+            buffers: 2,
+            tensors: nodes + 1,
+            nodes,
+        };
+        check_announced(&engine, &(graph, counts), &[memory, other], false);
+        // Two large segments, of which the tensor has a part.
+        let [memory, other] = buffers();
+        write(&*memory, 0, &vec![1; MIB as usize]).unwrap();
+        write(&*memory, MIB, &vec![2; MIB as usize]).unwrap();
+        let graph = copies(&engine, MODEL, 64, &[MIB - 32]);
+        let counts = GraphCounts {
+            buffers: 2,
+            tensors: 2,
+            nodes: 1,
+        };
+        check_announced(&engine, &(graph, counts), &[memory, other], true);
+    }
+    // Products with many weights, which are repacked.
+    let engine = start_at(
+        &common::cached("build-llama-0.3.36/bin/libggml-cpu.so"),
+        1 << 30,
+        Some(true),
+        true,
+    );
+    for nodes in [1, 2, 7, 100, 500] {
+        let memory = for_weights(&engine, MODEL, &unlimited());
+        let matrix = vec![0; (ROWS * COLUMNS / 32 * BLOCK) as usize];
+        let mut tensors: Vec<Place> = vec![(Type::F32, [COLUMNS, 1, 1, 1], 1, 0)];
+        for at in (0..nodes as u64).map(|number| number * WEIGHTS) {
+            if upload(&*memory, at, &matrix).is_err() {
+                write(&*memory, at, &matrix).unwrap();
+            }
+            tensors.push((Type::Q4_0, [COLUMNS, ROWS, 1, 1], 0, at));
+        }
+        tensors
+            .extend((0..nodes as u64).map(|at| (Type::F32, [ROWS, 1, 1, 1], 1, (1 + at) * 4096)));
+        let sources: Vec<[u32; 2]> = (1..=nodes as u32).map(|from| [from, 0]).collect();
+        let products: Vec<(Op, u32, &[u32])> = { (nodes as u32 + 1..).zip(&sources) }
+            .map(|(to, from)| (PRODUCT, to, &from[..]))
+            .collect();
+        let counts = GraphCounts {
+            buffers: 2,
+            tensors: tensors.len(),
+            nodes,
+        };
+        let graph = graph_over(&engine, MODEL, &tensors, &products);
+        let before = engine.repacked_bytes();
+        let buffers = [memory, engine.alloc(MODEL).unwrap()];
+        check_announced(&engine, &(graph, counts), &buffers, false);
+        let copied = engine.repacked_bytes() - before;
+        assert!(copied > nodes as u64 * WEIGHTS, "{copied}");
     }
 }
 
