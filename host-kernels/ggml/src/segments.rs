@@ -1080,19 +1080,30 @@ impl SegmentedMemory {
     }
 
     /// Puts a segment in the place of all that this memory has in `range`, for which
-    /// [`can_replace`](SegmentedMemory::can_replace) holds.
-    fn replace(&self, state: &mut Segments, range: &Range<u64>, new: HeldSegment) {
-        for span in state.meeting(range) {
-            if span.start >= range.start {
-                self.remove(state, span.start);
-            } else if let Some(held) = self.take_own(state, span.start) {
-                let len = range.start - span.start;
-                self.insert(state, span.start, HeldSegment { len, ..held });
-            }
+    /// [`can_replace`](SegmentedMemory::can_replace) has held. Returns whether that was possible:
+    /// somebody may have got the segment that would be cut since, as the executor has weak
+    /// references to extents. Otherwise `new` is freed, and nothing else has changed.
+    fn replace(&self, state: &mut Segments, range: &Range<u64>, new: HeldSegment) -> bool {
+        let met = state.meeting(range);
+        let (cut, replaced): (Vec<_>, Vec<_>) =
+            met.into_iter().partition(|span| span.start < range.start);
+        for span in cut {
+            // No extent any more, or still the segment of others.
+            let Some(held) = self.take_own(state, span.start) else {
+                SegmentedMemory::free(state, new);
+                self.settle(state);
+                return false;
+            };
+            let len = range.start - span.start;
+            self.insert(state, span.start, HeldSegment { len, ..held });
+        }
+        for span in replaced {
+            self.remove(state, span.start);
         }
         self.insert(state, range.start, new);
         self.has_changed();
         self.settle(state);
+        true
     }
 
     /// As [`Memory::extent`](vgpu_engine::Memory::extent). Where the bytes have to be copied,
@@ -1162,9 +1173,13 @@ impl SegmentedMemory {
             self.settle(&mut state);
             return Err(error.clone());
         }
-        let extent = Arc::new(GgmlExtent::new(buffer?, offset, 0));
-        self.replace(&mut state, &range, HeldSegment::whole(Arc::clone(&extent)));
-        Ok(extent)
+        let new = HeldSegment::whole(Arc::new(GgmlExtent::new(buffer?, offset, 0)));
+        if !self.replace(&mut state, &range, new) {
+            return Err(self.no_extent(&range));
+        }
+        let held = state.table.get(&offset);
+        let held = held.ok_or_else(|| self.no_extent(&range))?;
+        Ok(Arc::clone(&held.extent) as Arc<dyn Extent>)
     }
 
     /// As [`Memory::append`](vgpu_engine::Memory::append). Returns where the bytes are in this
@@ -1269,8 +1284,9 @@ impl SegmentedMemory {
                 has_changed: false,
             });
         }
-        if self.can_replace(&state, &range, false) {
-            self.replace(&mut state, &range, HeldSegment::whole(extent));
+        if self.can_replace(&state, &range, false)
+            && self.replace(&mut state, &range, HeldSegment::whole(Arc::clone(&extent)))
+        {
             return Ok(Attached {
                 shared: len,
                 has_changed: true,

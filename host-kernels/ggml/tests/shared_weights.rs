@@ -1,16 +1,20 @@
 //! Weights that several buffers share.
 
+#[path = "../../../tests/common/backend_counters.rs"]
+mod backend_counters;
 #[path = "../../../tests/common/changed_backend.rs"]
 mod changed_backend;
 #[path = "../../../tests/common/mod.rs"]
 mod common;
+mod counted_backend;
 mod graphs;
 mod products;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use changed_backend::{Changes, changed_backend};
+use counted_backend::{counted_backend, on_alloc};
 use graphs::{SIZE, graph};
 use products::{
     BLOCK, COLUMNS, Quota, ROWS, TENSORS, WEIGHTS, check, compile, content, even, odd, start,
@@ -207,6 +211,59 @@ fn a_write_withdraws_an_extent_that_is_not_complete() {
     let outcome = two.append(&extent, Bytes::from(&[3; 256][..]));
     let is_refused = matches!(outcome, Err(EngineError::OutOfBounds { .. }));
     assert!(is_refused, "{outcome:?}");
+}
+
+/// The extent that another guest gets while the engine makes a buffer, and what it has got.
+static WANTED: Mutex<Option<Weak<dyn Extent>>> = Mutex::new(None);
+static GOT: Mutex<Option<Arc<dyn Extent>>> = Mutex::new(None);
+
+extern "C" fn get_wanted() {
+    let wanted = WANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let got = wanted.as_ref().and_then(Weak::upgrade);
+    *GOT.lock().unwrap_or_else(PoisonError::into_inner) = got;
+}
+
+/// The second extent begins in the last bytes of the first one, which nobody has written. Another
+/// guest gets the first one while the engine makes the buffer of the second.
+#[test]
+fn an_extent_that_another_guest_gets_meanwhile_is_not_cut() {
+    const FIRST: u64 = 16 << 10;
+    const CUT: u64 = 12 << 10;
+    const SECOND: u64 = 8 << 10;
+    let folder = tempfile::tempdir().unwrap();
+    let path = common::cached("build-llama-0.3.36/bin/libggml-cpu.so");
+    let path = counted_backend(&common::cached(""), folder.path(), &path);
+    let engine = start_at(&path, None, false);
+    for others_get_it in [false, true] {
+        let [one, _] = for_weights(&engine);
+        let extent = one.begin_extent(0, FIRST).unwrap();
+        one.append(&extent, Bytes::from(&[1; 4096][..])).unwrap();
+        *WANTED.lock().unwrap() = others_get_it.then(|| Arc::downgrade(&extent));
+        drop(extent);
+        on_alloc(&path, Some(get_wanted));
+        let before = taken(&engine);
+        let second = one.begin_extent(CUT, SECOND);
+        on_alloc(&path, None);
+        let got = GOT.lock().unwrap().take();
+        assert_eq!(got.is_some(), others_get_it);
+        let mut expected = [vec![1; 4096], vec![0; SIZE as usize - 4096]].concat();
+        if let Some(first) = got {
+            let is_refused = matches!(second, Err(EngineError::OutOfBounds { .. }));
+            assert!(is_refused, "{second:?}");
+            assert_eq!((one.bytes_in_use(), taken(&engine)), (FIRST, before));
+            // It is the extent that it was.
+            let rest = vec![2; FIRST as usize - 4096];
+            one.append(&first, Bytes::from(&*rest)).unwrap();
+            expected[4096..FIRST as usize].fill(2);
+        } else {
+            one.append(&second.unwrap(), Bytes::from(&[3; SECOND as usize][..]))
+                .unwrap();
+            assert_eq!(one.bytes_in_use(), CUT + SECOND);
+            expected[CUT as usize..][..SECOND as usize].fill(3);
+        }
+        assert!(read(&*one, 0, SIZE) == expected);
+    }
+    assert_eq!(taken(&engine), 0);
 }
 
 #[test]
