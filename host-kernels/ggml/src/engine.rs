@@ -23,7 +23,7 @@ use crate::pace::Paces;
 use crate::placement::{Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
 use crate::repack::Layouts;
-use crate::segments::max_mappings;
+use crate::segments::{bytes_to_move, max_mappings};
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
 const MAX_NODE_TIME: Duration = Duration::from_secs(60);
@@ -289,7 +289,11 @@ impl Engine for GgmlEngine {
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
-        compile_bytes(counts, self.shares_weights)
+        let to_move = match self.shares_weights {
+            true => bytes_to_move(counts.tensors, self.device.is_cpu),
+            false => 0,
+        };
+        compile_bytes(counts, to_move)
     }
 
     fn compile(

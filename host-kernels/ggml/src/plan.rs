@@ -22,7 +22,6 @@ use crate::nodes::{Encoded, Present, Source};
 use crate::pace::{Growth, Known, Pace, Piece};
 use crate::repack::{Product, RepackedSource};
 use crate::room::Room;
-use crate::segments::bytes_to_move;
 use crate::tensors::{Arena, Graph, numbers};
 
 /// The most tensors of a node: its result and its sources.
@@ -70,10 +69,10 @@ pub(crate) struct GgmlPlan {
 // keeps alive. No other object has these pointers, so that they move with the plan.
 unsafe impl Send for GgmlPlan {}
 
-/// The bytes that `compile` allocates for so many tensors and nodes, at most, on an engine that
-/// shares weights or does not. [`GgmlPlan::allocate`] allocates the copies of nodes that the device
+/// The bytes that `compile` allocates for so many tensors and nodes, at most, besides `to_move` for
+/// weights that are moved. [`GgmlPlan::allocate`] allocates the copies of nodes that the device
 /// lacks.
-pub(crate) fn compile_bytes(counts: &GraphCounts, shares_weights: bool) -> u64 {
+pub(crate) fn compile_bytes(counts: &GraphCounts, to_move: usize) -> u64 {
     let tensor = size_of::<abi::ggml_tensor>() + 64;
     // A node of the device has a tensor of its own and, if it is a copy, another, and may be
     // followed by a copy. Each of both has up to one graph; a place, an estimate and a measurement;
@@ -88,11 +87,7 @@ pub(crate) fn compile_bytes(counts: &GraphCounts, shares_weights: bool) -> u64 {
     let node = 2 * (size_of::<Split>() + size_of::<RepackedSource>()) + of_device.max(planned);
     let tensors = counts.tensors * (tensor + 16 + BYTES_OF_TENSOR);
     let all = tensors + counts.nodes * node + counts.buffers * (128 + BYTES_OF_BUFFER);
-    let moved = match shares_weights {
-        true => bytes_to_move(counts.tensors),
-        false => 0,
-    };
-    (all + moved + size_of::<GgmlPlan>() + 256) as u64
+    (all + to_move + size_of::<GgmlPlan>() + 256) as u64
 }
 
 impl GgmlPlan {

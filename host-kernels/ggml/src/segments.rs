@@ -57,17 +57,28 @@ const RANGES_AT_ONCE: usize = 4096;
 /// Zeros to read at a time.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// Bytes that a compilation copies at a time, through host memory that its guest is charged for.
-const COPIED: u64 = 64 << 10;
+/// Bytes of segments that are copied at a time within the host.
+const COPIED_ON_HOST: u64 = 64 << 10;
+
+/// Bytes that a compilation copies at a time between segments of a GPU, through host memory that
+/// its guest is charged for. Each call of the backend waits for the device.
+const COMPILED_ON_GPU: u64 = QUESTION;
+
+/// The same for all others, whose host memory is charged to nobody.
+const COPIED_ON_GPU: u64 = CHUNK;
 
 /// The bytes of host memory for the objects of a segment at most.
 const OBJECTS: usize = 1024;
 
 /// The bytes of host memory that a compilation for so many tensors takes for moving weights: what
 /// is copied at a time, the new segments, and where the others are.
-pub(crate) fn bytes_to_move(tensors: usize) -> usize {
+pub(crate) fn bytes_to_move(tensors: usize, is_host: bool) -> usize {
     let most = MAX_SLOTS_ON_HOST as usize;
-    COPIED as usize + 4 * most * size_of::<Range<u64>>() + tensors.min(most) * OBJECTS
+    let copied = match is_host {
+        true => COPIED_ON_HOST,
+        false => COMPILED_ON_GPU,
+    };
+    copied as usize + 4 * most * size_of::<Range<u64>>() + tensors.min(most) * OBJECTS
 }
 
 /// How many segments a memory of `size` bytes has at most, together with the gaps between them. As
@@ -97,16 +108,27 @@ impl LockRank for SegmentsRank {
 }
 
 /// Asks whether work is cancelled, after each [`QUESTION`] bytes.
-pub(crate) struct Progress<'a> {
+struct Progress<'a> {
     is_cancelled: &'a dyn Fn() -> bool,
     bytes: u64,
+    /// The bytes that are copied between segments of a GPU at a time.
+    on_gpu: u64,
 }
 
 impl Progress<'_> {
-    pub(crate) fn new(is_cancelled: &dyn Fn() -> bool) -> Progress<'_> {
+    fn new(is_cancelled: &dyn Fn() -> bool) -> Progress<'_> {
         Progress {
             is_cancelled,
             bytes: 0,
+            on_gpu: COPIED_ON_GPU,
+        }
+    }
+
+    /// Of a compilation.
+    fn of_compilation(is_cancelled: &dyn Fn() -> bool) -> Progress<'_> {
+        Progress {
+            on_gpu: COMPILED_ON_GPU,
+            ..Progress::new(is_cancelled)
         }
     }
 
@@ -949,7 +971,7 @@ impl SegmentedMemory {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(Vec<LocatedSegment>, u64), EngineError> {
         let mut state = self.state();
-        let mut progress = Progress::new(is_cancelled);
+        let mut progress = Progress::of_compilation(is_cancelled);
         for (number, it) in state.used(used, &progress)?.iter().enumerate() {
             if number > 0 && number.is_multiple_of(RANGES_AT_ONCE) {
                 progress.check()?;
@@ -1354,8 +1376,12 @@ fn copy(
     let first = to.lead + before;
     to.extent.clear_up_to(first, progress)?;
     let there = from.extent.filled().min(from.lead + from.len);
-    let mut bytes = vec![0; COPIED.min(from.len) as usize];
-    for part in parts(&(from.lead..there), COPIED) {
+    let copied = match from.extent.buffer.allocator().is_host() {
+        true => COPIED_ON_HOST,
+        false => progress.on_gpu,
+    };
+    let mut bytes = vec![0; copied.min(from.len) as usize];
+    for part in parts(&(from.lead..there), copied) {
         let chunk = &mut bytes[..(part.end - part.start) as usize];
         let at = first + part.start - from.lead;
         from.extent
