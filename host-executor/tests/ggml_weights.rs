@@ -40,7 +40,7 @@ struct Served {
     store: WeightStore,
     /// For the buffer of a segment at most.
     segment: u64,
-    /// For a buffer that is not sealed: what is reserved for its segments.
+    /// For a buffer that is not sealed: what is reserved for its first segment.
     loading: u64,
 }
 
@@ -67,8 +67,7 @@ fn on_cpu() -> Served {
 fn on_cpu_with(limits: Limits) -> Served {
     let path = cache::cached("build-llama-0.3.36/bin/libggml-cpu.so");
     let segment = 8448;
-    // For 32 segments, and one for each 256 KiB.
-    serve(engine(&path), limits, segment, 224 * segment)
+    serve(engine(&path), limits, segment, segment)
 }
 
 /// On a GPU, whose new buffers have old bytes.
@@ -80,8 +79,7 @@ fn on_gpu(folder: &Path) -> Served {
     };
     let path = changed_backend(&cache::cached(""), folder, &changes);
     let segment = (2 << 20) + 4352;
-    // For 4 segments, and one for each 12 MiB.
-    serve(engine(&path), Limits::default(), segment, 8 * segment)
+    serve(engine(&path), Limits::default(), segment, segment)
 }
 
 fn serve(engine: Arc<dyn Engine>, limits: Limits, segment: u64, loading: u64) -> Served {

@@ -1,12 +1,14 @@
 //! The memory of a device, and how much of it is taken.
 
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{ROW_UNIT, Type};
+use vgpu_transport::lock::lock;
 
 use crate::library::Functions;
 
@@ -33,6 +35,10 @@ pub(crate) struct Allocator {
     /// The most bytes that buffers may have together.
     total: u64,
     used: AtomicU64,
+    /// The buffers of the device that all engines of the process have, or have reserved.
+    allocations: Arc<AtomicU64>,
+    /// How many of them its driver allows.
+    max_allocations: AtomicU64,
     /// Whether the memory is the host's.
     is_host: bool,
     /// Whether a buffer that a graph has used was freed since
@@ -50,6 +56,17 @@ unsafe impl Sync for Allocator {}
 /// The bytes that an allocation of `size` bytes takes.
 pub(crate) fn allocation_size(size: u64) -> u64 {
     size.saturating_add(SLACK).next_multiple_of(4096)
+}
+
+/// The allocations that a driver of Vulkan allows at least (`maxMemoryAllocationCount`). ggml does
+/// not say how many a driver allows.
+const MAX_ALLOCATIONS: u64 = 4096;
+
+/// The number of buffers of a device, which the engines of a process have together: the driver
+/// counts for all of them.
+fn allocations_of(buft: abi::ggml_backend_buffer_type_t) -> Arc<AtomicU64> {
+    static COUNTS: Mutex<BTreeMap<usize, Arc<AtomicU64>>> = Mutex::new(BTreeMap::new());
+    Arc::clone(lock(&COUNTS).entry(buft.addr()).or_default())
 }
 
 /// What the driver of a GPU rounds an allocation up to, as far as this engine counts: the unit of
@@ -94,6 +111,11 @@ impl Allocator {
             device,
             total,
             used: AtomicU64::new(0),
+            allocations: allocations_of(buft),
+            max_allocations: AtomicU64::new(match is_host {
+                true => u64::MAX,
+                false => MAX_ALLOCATIONS,
+            }),
             is_host,
             has_freed: AtomicBool::new(false),
         }
@@ -203,23 +225,76 @@ impl Allocator {
         }
     }
 
-    /// Reserves `bytes`. `None` if there are fewer left.
-    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
+    /// The driver allows so many allocations.
+    pub(crate) fn limit_allocations(&self, most: u64) {
+        self.max_allocations.store(most, Ordering::Relaxed);
+    }
+
+    /// How many allocations there may be for a segment to be a further one: three quarters of what
+    /// the driver allows. The rest is for buffers of other kinds, and for what the backend
+    /// allocates for itself.
+    fn max_for_segments(&self) -> u64 {
+        self.max_allocations.load(Ordering::Relaxed) / 4 * 3
+    }
+
+    /// Reserves `bytes` and `allocations`. `None` if there are fewer bytes left. The allocations
+    /// are counted, and the driver refuses those beyond its limit.
+    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64, allocations: u64) -> Option<Reservation> {
         let more = |used: u64| { used.checked_add(bytes) }.filter(|&used| used <= self.total);
         self.used
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
             .ok()?;
+        self.allocations.fetch_add(allocations, Ordering::Relaxed);
         Some(Reservation {
             allocator: Arc::clone(self),
             bytes,
+            allocations,
         })
+    }
+
+    /// The same for segments, which stay below the limit of the driver.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if there are fewer bytes left, and [`EngineError::Device`] if
+    /// there would be too many allocations.
+    pub(crate) fn reserve_segments(
+        self: &Arc<Self>,
+        bytes: u64,
+        allocations: u64,
+    ) -> Result<Reservation, EngineError> {
+        let most = self.max_for_segments();
+        let more = |count: u64| { count.checked_add(allocations) }.filter(|&count| count <= most);
+        let counted = { &self.allocations }
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+            .map_err(|count| EngineError::Device {
+                message: format!(
+                    "the device has {count} buffers, and may have {most} with {allocations} more \
+                     for weights"
+                ),
+            });
+        // Without allocations, their number does not matter.
+        if allocations > 0 {
+            counted?;
+        }
+        let reserved = self.reserve(bytes, 0);
+        match reserved {
+            Some(mut reserved) => {
+                reserved.allocations = allocations;
+                Ok(reserved)
+            }
+            None => {
+                self.allocations.fetch_sub(allocations, Ordering::Relaxed);
+                Err(self.refusal(bytes))
+            }
+        }
     }
 }
 
-/// Bytes of the device that are given back when this is dropped.
+/// Bytes of the device and numbers of allocations, which are given back when this is dropped.
 pub(crate) struct Reservation {
     allocator: Arc<Allocator>,
     bytes: u64,
+    allocations: u64,
 }
 
 impl Reservation {
@@ -227,13 +302,20 @@ impl Reservation {
         self.bytes
     }
 
-    /// Takes `bytes` of the reservation, or all if it has fewer.
-    pub(crate) fn split(&mut self, bytes: u64) -> Reservation {
+    pub(crate) fn allocations(&self) -> u64 {
+        self.allocations
+    }
+
+    /// Takes `bytes` and `allocations` of the reservation, or all if it has fewer.
+    pub(crate) fn split(&mut self, bytes: u64, allocations: u64) -> Reservation {
         let bytes = bytes.min(self.bytes);
+        let allocations = allocations.min(self.allocations);
         self.bytes -= bytes;
+        self.allocations -= allocations;
         Reservation {
             allocator: Arc::clone(&self.allocator),
             bytes,
+            allocations,
         }
     }
 
@@ -241,11 +323,16 @@ impl Reservation {
     pub(crate) fn join(&mut self, mut other: Reservation) {
         debug_assert!(Arc::ptr_eq(&self.allocator, &other.allocator));
         self.bytes += std::mem::take(&mut other.bytes);
+        self.allocations += std::mem::take(&mut other.allocations);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.allocator.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        let Allocator {
+            used, allocations, ..
+        } = &*self.allocator;
+        used.fetch_sub(self.bytes, Ordering::Relaxed);
+        allocations.fetch_sub(self.allocations, Ordering::Relaxed);
     }
 }

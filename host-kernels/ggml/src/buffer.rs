@@ -61,7 +61,7 @@ impl DeviceBuffer {
         allocator: &Arc<Allocator>,
         size: u64,
     ) -> Result<DeviceBuffer, EngineError> {
-        let reserved = allocator.reserve(allocation_size(size));
+        let reserved = allocator.reserve(allocation_size(size), 1);
         let reserved = reserved.ok_or_else(|| allocator.refusal(size))?;
         let buffer = DeviceBuffer::with_reserved(allocator, size, reserved);
         let buffer = buffer.map_err(|refused| refused.error)?;
@@ -69,8 +69,9 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    /// A buffer of `size` bytes, for which `reserved` are reserved. The caller clears or writes its
-    /// bytes before anybody reads them: they may be those of another guest. Behind them are zeros.
+    /// A buffer of `size` bytes, for which `reserved` has bytes and an allocation. The caller clears
+    /// or writes its bytes before anybody reads them: they may be those of another guest. Behind
+    /// them are zeros.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`], with the reservation.
@@ -153,7 +154,7 @@ impl DeviceBuffer {
     /// Takes the reservation of the buffer: the caller gives it back, or frees this buffer before
     /// it uses the reservation for another one.
     pub(crate) fn take_reservation(&self) -> Reservation {
-        lock(&self.reserved).split(u64::MAX)
+        lock(&self.reserved).split(u64::MAX, u64::MAX)
     }
 
     fn lacks(name: &str) -> EngineError {

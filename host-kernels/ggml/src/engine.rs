@@ -194,6 +194,13 @@ impl GgmlEngine {
         self.device.layouts.bytes()
     }
 
+    /// The driver of the device allows so many allocations in this process; otherwise 4,096, the
+    /// least that Vulkan prescribes. Weights are divided into fewer segments when three quarters of
+    /// them exist. For a backend that computes on the CPU there is no limit unless this is called.
+    pub fn limit_allocations(&self, most: u64) {
+        self.allocator.limit_allocations(most);
+    }
+
     /// How often a run has waited for the backend so far (`ggml_backend_synchronize`).
     pub fn waits(&self) -> u64 {
         self.device.waits.load(Ordering::Relaxed)

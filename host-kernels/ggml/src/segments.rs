@@ -9,9 +9,11 @@
 //! its place.
 //!
 //! Until the memory is frozen, the [`Allocator`]'s bytes for what has no segment are reserved, and
-//! so is what the buffers of segments take besides, of which there are [`max_slots`] at most: a
-//! write to memory that is not shared needs nothing that others could take. The guest is charged
-//! for both.
+//! so is what a segment for each gap takes besides: a write to memory that is not shared needs
+//! nothing that others could take. A segment for a part of a gap takes more. If the engine, the
+//! driver or the guest's quota has no room for that, a write gets a segment for the whole gap, and
+//! no extent begins in the gap. The guest is charged for what all segments take besides, and one
+//! for each gap.
 //!
 //! Bytes of a segment that were never written are not cleared before somebody needs them: they may
 //! be those of another guest, and nobody reads them.
@@ -25,9 +27,9 @@ use std::sync::{Arc, Mutex};
 
 use vgpu_engine::{CopyAccount, EngineError, Extent, check_range};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::{self, Guard, LockRank, lock, lock_at};
+use vgpu_transport::lock::{self, Guard, LockRank, lock_at};
 
-use crate::allocator::{Allocator, Reservation};
+use crate::allocator::{Allocator, Reservation, allocation_size};
 use crate::buffer::{DeviceBuffer, Refused};
 use crate::copies::SharedCopies;
 
@@ -329,8 +331,6 @@ struct Segments {
     size: u64,
     /// The bytes of all segments.
     bytes: u64,
-    /// What their buffers take of the device.
-    taken: u64,
     /// How often segments touch each other, the first byte of the memory, and its end.
     touching: u64,
     /// How many segments and gaps there are at most.
@@ -339,6 +339,24 @@ struct Segments {
     is_frozen: bool,
     /// Whether the bytes were written after the memory was frozen.
     is_modified: bool,
+    /// The segments and gaps for which the guest is charged, and its charges, each with how many it
+    /// is for. Given back after the segments, as fields are dropped.
+    charged: u64,
+    charges: Vec<(u64, Charge)>,
+}
+
+/// What a guest is charged, until it is dropped.
+type Charge = Box<dyn Any + Send + Sync>;
+
+/// What a memory has to have.
+#[derive(Debug, Clone, Copy)]
+struct Needs {
+    /// Bytes of the device that are reserved.
+    bytes: u64,
+    /// Allocations that are reserved.
+    allocations: u64,
+    /// Segments and gaps that the guest is charged for.
+    slots: u64,
 }
 
 impl Segments {
@@ -351,17 +369,15 @@ impl Segments {
         u64::from(before == span.start) + u64::from(behind == span.end)
     }
 
-    fn insert(&mut self, allocator: &Allocator, start: u64, held: HeldSegment) {
+    fn insert(&mut self, start: u64, held: HeldSegment) {
         self.bytes += held.len;
-        self.taken += held.taken(allocator);
         self.touching += self.touches(&(start..start + held.len));
         self.table.insert(start, held);
     }
 
-    fn remove(&mut self, allocator: &Allocator, start: u64) -> Option<HeldSegment> {
+    fn remove(&mut self, start: u64) -> Option<HeldSegment> {
         let held = self.table.remove(&start)?;
         self.bytes -= held.len;
-        self.taken -= held.taken(allocator);
         self.touching -= self.touches(&(start..start + held.len));
         Some(held)
     }
@@ -371,14 +387,55 @@ impl Segments {
         2 * self.table.len() as u64 + 1 - self.touching
     }
 
-    /// Whether a segment may begin in a gap, which leaves a gap before it and one behind it.
-    fn has_slots(&self) -> bool {
-        self.has_slots_for(1)
+    /// What such a memory needs with so many segments, and with gaps of so many bytes: each gap can
+    /// get one segment, and one segment more can exist while it takes the place of others.
+    fn needs(&self, allocator: &Allocator, segments: u64, gaps: u64, in_gaps: u64) -> Needs {
+        let (bytes, allocations) = match self.is_frozen {
+            true => (0, 0),
+            false => (in_gaps + gaps * max_besides(allocator), gaps + 1),
+        };
+        Needs {
+            bytes,
+            allocations,
+            slots: segments + gaps,
+        }
     }
 
-    /// Whether so many segments may begin in gaps.
-    fn has_slots_for(&self, segments: u64) -> bool {
-        self.slots() + 2 * segments <= self.max_slots
+    /// What the memory needs as it is.
+    fn needs_now(&self, allocator: &Allocator) -> Needs {
+        let segments = self.table.len() as u64;
+        let gaps = self.slots() - segments;
+        self.needs(allocator, segments, gaps, self.size - self.bytes)
+    }
+
+    /// What the memory needs when one segment has all of `range`: those that begin there are gone,
+    /// and one that begins before the range ends where the range begins.
+    fn needs_with(&self, allocator: &Allocator, range: &Range<u64>) -> Needs {
+        let before = self.table.range(..range.start).next_back();
+        let from = before.map_or(0, |(start, held)| (start + held.len).min(range.start));
+        let behind = self.table.range(range.end..).next();
+        let until = behind.map_or(self.size, |(&start, _)| start);
+        let gaps_before = self.gaps(&(from..until));
+        let in_gaps_before: u64 = gaps_before.iter().map(|gap| gap.end - gap.start).sum();
+        let gone = self.table.range(range.clone()).count() as u64;
+        let segments = self.table.len() as u64;
+        let gaps = self.slots() - segments - gaps_before.len() as u64;
+        let in_gaps = self.size - self.bytes - in_gaps_before;
+        // What is cut off is in the range.
+        let sides = [range.start - from, until - range.end];
+        let gaps = gaps + sides.iter().filter(|side| **side > 0).count() as u64;
+        let in_gaps = in_gaps + sides.iter().sum::<u64>();
+        self.needs(allocator, segments - gone + 1, gaps, in_gaps)
+    }
+
+    /// Gives back charges for more than so many segments and gaps.
+    fn charge_at_most(&mut self, slots: u64) {
+        while let Some(&(last, _)) = self.charges.last()
+            && self.charged - last >= slots
+        {
+            self.charged -= last;
+            self.charges.pop();
+        }
     }
 
     /// The spans of the segments with bytes in `range`, in order.
@@ -554,8 +611,6 @@ pub(crate) struct SegmentedMemory {
     state: Mutex<Segments>,
     /// Who pays for what the buffers of segments take besides.
     account: Option<Arc<dyn CopyAccount>>,
-    /// Given back after the segments, as fields are dropped.
-    charge: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
 impl SegmentedMemory {
@@ -563,8 +618,9 @@ impl SegmentedMemory {
     /// what the buffers of segments take besides. `None` if the memory is too small for an extent.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if there is not enough for what segments take besides their
-    /// bytes. `instead` is as before.
+    /// [`EngineError::OutOfMemory`] if there is not enough for what a segment takes besides its
+    /// bytes, and [`EngineError::Device`] if the device has too many buffers. `instead` is as
+    /// before.
     pub(crate) fn new(
         instead: &DeviceBuffer,
         account: Option<Arc<dyn CopyAccount>>,
@@ -573,27 +629,26 @@ impl SegmentedMemory {
         if size < allocator.min_extent() {
             return Ok(None);
         }
-        let max_slots = max_slots(allocator, size);
-        let spare = max_slots * max_besides(allocator);
+        // One gap, and as many bytes as there are.
+        let besides = max_besides(allocator);
+        let less = allocation_size(size);
         let mut reserved = None;
         let mut reserve = || {
-            reserved = allocator.reserve(spare);
-            match reserved.is_some() {
-                true => Ok(()),
-                false => Err(allocator.refusal(spare)),
-            }
+            let more = (size + besides).saturating_sub(less);
+            reserved = Some(allocator.reserve_segments(more, 1)?);
+            Ok(())
         };
-        let charge = match &account {
-            Some(account) => Some(account.charge(spare, &mut reserve)?),
+        let charges = match &account {
+            Some(account) => vec![(1, account.charge(besides, &mut reserve)?)],
             None => {
                 reserve()?;
-                None
+                Vec::new()
             }
         };
-        let mut reserved = reserved.ok_or_else(|| allocator.refusal(spare))?;
+        let mut reserved = reserved.ok_or_else(|| allocator.refusal(besides))?;
         reserved.join(instead.take_reservation());
-        let surplus = reserved.bytes().saturating_sub(size + spare);
-        drop(reserved.split(surplus));
+        let surplus = reserved.bytes().saturating_sub(size + besides);
+        drop(reserved.split(surplus, 0));
         Ok(Some(SegmentedMemory {
             allocator: Arc::clone(allocator),
             size,
@@ -602,15 +657,15 @@ impl SegmentedMemory {
                 table: BTreeMap::new(),
                 size,
                 bytes: 0,
-                taken: 0,
                 touching: 0,
-                max_slots,
+                max_slots: max_slots(allocator, size),
                 reserved,
                 is_frozen: false,
                 is_modified: false,
+                charged: 1,
+                charges,
             }),
             account,
-            charge: Mutex::new(charge),
         }))
     }
 
@@ -660,9 +715,9 @@ impl SegmentedMemory {
         of_others: u64,
     ) -> Result<DeviceBuffer, EngineError> {
         let wanted = self.allocator.segment_bytes(size);
-        let mut reserved = state.reserved.split(wanted.saturating_sub(of_others));
-        let of_reservation = reserved.bytes();
-        match self.allocator.reserve(wanted - of_reservation) {
+        let mut reserved = { &mut state.reserved }.split(wanted.saturating_sub(of_others), 1);
+        let (bytes, allocations) = (reserved.bytes(), reserved.allocations());
+        match { &self.allocator }.reserve(wanted - bytes, 1 - allocations) {
             Some(more) => reserved.join(more),
             None => {
                 state.reserved.join(reserved);
@@ -672,7 +727,7 @@ impl SegmentedMemory {
         let buffer = DeviceBuffer::with_reserved(&self.allocator, size, reserved);
         buffer.map_err(|Refused { error, reserved }| {
             let mut reserved = reserved;
-            state.reserved.join(reserved.split(of_reservation));
+            state.reserved.join(reserved.split(bytes, allocations));
             error
         })
     }
@@ -692,10 +747,6 @@ impl SegmentedMemory {
         Ok(HeldSegment::new(buffer, bytes.start))
     }
 
-    fn insert(&self, state: &mut Segments, start: u64, held: HeldSegment) {
-        state.insert(&self.allocator, start, held);
-    }
-
     /// Frees a segment, unless others have it. Its reservation is this memory's then.
     fn free(state: &mut Segments, held: HeldSegment) {
         if let Some(extent) = Arc::into_inner(held.extent) {
@@ -706,31 +757,76 @@ impl SegmentedMemory {
     }
 
     /// Removes the segment that begins here.
-    fn remove(&self, state: &mut Segments, start: u64) {
-        if let Some(held) = state.remove(&self.allocator, start) {
+    fn remove(state: &mut Segments, start: u64) {
+        if let Some(held) = state.remove(start) {
             SegmentedMemory::free(state, held);
         }
     }
 
     /// Reserves what the bytes without a segment take, and gives up the rest.
     fn settle(&self, state: &mut Segments) {
-        let most = self.size + state.max_slots * max_besides(&self.allocator);
-        let needed = match state.is_frozen {
-            true => 0,
-            false => most.saturating_sub(state.taken),
-        };
-        let reserved = state.reserved.bytes();
-        if reserved > needed {
-            drop(state.reserved.split(reserved - needed));
-        } else if let Some(more) = self.allocator.reserve(needed - reserved) {
-            state.reserved.join(more);
+        let needs = state.needs_now(&self.allocator);
+        let reserved = &mut state.reserved;
+        drop(reserved.split(
+            reserved.bytes().saturating_sub(needs.bytes),
+            reserved.allocations().saturating_sub(needs.allocations),
+        ));
+        let bytes = needs.bytes - reserved.bytes();
+        let allocations = needs.allocations - reserved.allocations();
+        for (bytes, allocations) in [(bytes, 0), (0, allocations)] {
+            if let Ok(more) = self.allocator.reserve_segments(bytes, allocations) {
+                reserved.join(more);
+            }
         }
+    }
+
+    /// Reserves what is needed, and charges the guest for it. Returns whether the guest, the engine
+    /// and the driver allow that; if not, all is as it was.
+    fn ensure(&self, state: &mut Segments, needs: Needs) -> bool {
+        if needs.slots > state.max_slots {
+            return false;
+        }
+        let bytes = needs.bytes.saturating_sub(state.reserved.bytes());
+        let allocations = { needs.allocations }.saturating_sub(state.reserved.allocations());
+        let slots = needs.slots.saturating_sub(state.charged);
+        let mut more = None;
+        let mut reserve = || {
+            more = Some(self.allocator.reserve_segments(bytes, allocations)?);
+            Ok(())
+        };
+        let charge = match { &self.account }.as_ref().filter(|_| slots > 0) {
+            Some(account) => {
+                let bytes = slots * max_besides(&self.allocator);
+                account.charge(bytes, &mut reserve).map(Some)
+            }
+            None => reserve().map(|()| None),
+        };
+        let (Ok(charge), Some(more)) = (charge, more) else {
+            return false;
+        };
+        state.reserved.join(more);
+        state.charged += slots;
+        state.charges.extend(charge.map(|charge| (slots, charge)));
+        true
+    }
+
+    /// Makes room for a segment with all of `range`, whose buffer takes so many bytes, and for a
+    /// segment in each gap that there is then. Returns whether there is room.
+    fn make_room(&self, state: &mut Segments, range: &Range<u64>, taken: u64) -> bool {
+        let mut needs = state.needs_with(&self.allocator, range);
+        if taken > 0 {
+            needs.allocations += 1;
+            if !state.is_frozen {
+                needs.bytes += taken;
+            }
+        }
+        self.ensure(state, needs)
     }
 
     /// Takes the segment that begins here out of the table, if no one else has it. It is no extent
     /// any more.
-    fn take_own(&self, state: &mut Segments, start: u64) -> Option<HeldSegment> {
-        let held = state.remove(&self.allocator, start)?;
+    fn take_own(state: &mut Segments, start: u64) -> Option<HeldSegment> {
+        let held = state.remove(start)?;
         let HeldSegment { extent, lead, len } = held;
         match Arc::try_unwrap(extent) {
             Ok(extent) => Some(HeldSegment {
@@ -739,7 +835,7 @@ impl SegmentedMemory {
                 len,
             }),
             Err(extent) => {
-                self.insert(state, start, HeldSegment { extent, lead, len });
+                state.insert(start, HeldSegment { extent, lead, len });
                 None
             }
         }
@@ -749,7 +845,8 @@ impl SegmentedMemory {
     /// that fails, all bytes are where they were.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`], [`EngineError::Cancelled`], and [`EngineError`] of the device.
+    /// [`EngineError::OutOfMemory`], [`EngineError::Cancelled`], and [`EngineError`] of the device,
+    /// also if it would have too many buffers.
     fn gather(
         &self,
         state: &mut Segments,
@@ -758,14 +855,23 @@ impl SegmentedMemory {
     ) -> Result<(), EngineError> {
         progress.check()?;
         let met = state.meeting(bytes);
-        let mut of_others = 0;
+        let (mut of_others, mut has_own) = (0, false);
         for span in &met {
             // From here on, nobody else gets a segment that only this memory has: what it has
             // reserved is this memory's when it is freed.
-            match self.take_own(state, span.start) {
-                Some(own) => self.insert(state, span.start, own),
-                None => of_others += span.end - span.start,
+            if let Some(own) = SegmentedMemory::take_own(state, span.start) {
+                state.insert(span.start, own);
+                has_own = true;
+            } else if let Some(held) = state.table.get(&span.start) {
+                of_others += held.taken(&self.allocator);
             }
+        }
+        if !has_own {
+            // There will be one buffer more.
+            let needs = state.needs_now(&self.allocator).allocations + 1;
+            let more = needs.saturating_sub(state.reserved.allocations());
+            let more = self.allocator.reserve_segments(0, more)?;
+            state.reserved.join(more);
         }
         let new = self.alloc_segment(state, bytes, of_others);
         let outcome = new.and_then(|new| {
@@ -785,9 +891,9 @@ impl SegmentedMemory {
         });
         let outcome = outcome.map(|new| {
             for span in &met {
-                self.remove(state, span.start);
+                SegmentedMemory::remove(state, span.start);
             }
-            self.insert(state, bytes.start, new);
+            state.insert(bytes.start, new);
             self.has_changed();
         });
         self.settle(state);
@@ -806,31 +912,45 @@ impl SegmentedMemory {
     ) -> Result<(), EngineError> {
         for span in state.meeting(range) {
             // A segment that is written ends as an extent, and its copies with it.
-            match self.take_own(state, span.start) {
-                Some(held) => self.insert(state, span.start, held),
+            match SegmentedMemory::take_own(state, span.start) {
+                Some(held) => state.insert(span.start, held),
                 None => self.gather(state, &span, progress)?,
             }
         }
         Ok(())
     }
 
-    /// The bytes for a new segment that has `part` of a gap: the whole gap if there are as many
-    /// segments as there may be. On a GPU also bytes behind the part that cost nothing: writes
-    /// follow each other.
-    fn bytes_of_new(&self, state: &Segments, part: &Range<u64>) -> Range<u64> {
-        let gap = state.gap(part.start);
-        if !state.has_slots() {
-            return gap;
+    /// Makes room for a write to parts of so many gaps. Without room, the write gets segments for
+    /// whole gaps, and clears what comes before it. Returns whether there is room.
+    fn make_room_for_parts(&self, state: &mut Segments, gaps: u64) -> bool {
+        let mut needs = state.needs_now(&self.allocator);
+        // In place of a gap, there are a segment and two gaps.
+        needs.slots += 2 * gaps;
+        needs.allocations += 2 * gaps;
+        if !state.is_frozen {
+            needs.bytes += 2 * gaps * max_besides(&self.allocator);
         }
+        self.ensure(state, needs)
+    }
+
+    /// The bytes for a new segment that has `part` of a gap: the whole gap if there are as many
+    /// segments as there may be, or no room for what a further one takes besides. On a GPU also
+    /// bytes behind the part that cost nothing: writes follow each other.
+    fn bytes_of_new(&self, state: &mut Segments, part: &Range<u64>) -> Range<u64> {
+        let gap = state.gap(part.start);
         let lead = lead(part.start);
+        let size = lead + part.end - part.start;
         let end = match self.allocator.is_host() {
             true => part.end,
-            false => {
-                let size = lead + part.end - part.start;
-                part.start + self.allocator.largest_alike(size) - lead
-            }
+            false => part.start + self.allocator.largest_alike(size) - lead,
         };
-        part.start..end.min(gap.end)
+        let bytes = part.start..end.min(gap.end);
+        let size = lead + bytes.end - bytes.start;
+        // There is room for a segment that has the whole gap.
+        match bytes == gap || self.make_room(state, &bytes, self.allocator.segment_bytes(size)) {
+            true => bytes,
+            false => gap,
+        }
     }
 
     /// Gives all bytes of `range` segments. New ones are zero. If that fails, there is no new one.
@@ -844,7 +964,7 @@ impl SegmentedMemory {
             let bytes = self.bytes_of_new(state, &part);
             match self.alloc_segment(state, &bytes, 0) {
                 Ok(held) => {
-                    self.insert(state, bytes.start, held);
+                    state.insert(bytes.start, held);
                     new.push(bytes.start);
                 }
                 Err(error) => {
@@ -854,7 +974,8 @@ impl SegmentedMemory {
             }
         }
         if outcome.is_err() {
-            new.into_iter().for_each(|start| self.remove(state, start));
+            new.into_iter()
+                .for_each(|start| SegmentedMemory::remove(state, start));
         }
         self.settle(state);
         outcome
@@ -931,13 +1052,10 @@ impl SegmentedMemory {
         if *moves && !is_one(state) {
             match state.meeting(bytes).is_empty() {
                 true => {
-                    let all = match state.has_slots() {
-                        true => bytes.clone(),
-                        false => state.gap(bytes.start),
-                    };
+                    let all = self.bytes_of_new(state, bytes);
                     let held = self.alloc_segment(state, &all, 0);
                     if let Ok(held) = &held {
-                        self.insert(state, all.start, held.clone());
+                        state.insert(all.start, held.clone());
                     }
                     self.settle(state);
                     held?;
@@ -1053,24 +1171,28 @@ impl SegmentedMemory {
 
     /// As [`Memory::freeze`](vgpu_engine::Memory::freeze).
     pub(crate) fn freeze(&self) {
-        let most = {
-            let mut state = self.state();
-            if std::mem::replace(&mut state.is_frozen, true) {
-                return;
-            }
-            // Plans that write were compiled when no other memory could hold the segments.
-            self.has_changed();
-            state.max_slots = state.max_slots.min(state.slots() + SLOTS_OF_FROZEN);
-            self.settle(&mut state);
-            state.max_slots * max_besides(&self.allocator)
-        };
-        // The guest pays for the segments that there are. If it has no room for two charges, it
-        // goes on with the first.
-        let less = { self.account.as_ref() }.map(|account| account.charge(most, &mut || Ok(())));
-        if let Some(Ok(less)) = less {
-            let more = lock(&self.charge).replace(less);
-            drop(more);
+        let mut state = self.state();
+        if std::mem::replace(&mut state.is_frozen, true) {
+            return;
         }
+        // Plans that write were compiled when no other memory could hold the segments.
+        self.has_changed();
+        self.settle(&mut state);
+        // The guest pays for the segments that there are. If it has no room for further ones, there
+        // are none.
+        let slots = state.slots();
+        let most = state.max_slots.min(slots + SLOTS_OF_FROZEN);
+        let needs = Needs {
+            bytes: 0,
+            allocations: 0,
+            slots: most,
+        };
+        state.max_slots = match self.ensure(&mut state, needs) {
+            true => most,
+            false => state.charged.max(slots),
+        };
+        let most = state.max_slots;
+        state.charge_at_most(most);
     }
 
     /// The most memory mappings of the process that the segments take from now on.
@@ -1082,9 +1204,6 @@ impl SegmentedMemory {
     /// cut but the first, which may lose its last bytes. Only bytes that were never written may be
     /// lost if `keeps_bytes`.
     fn can_replace(&self, state: &Segments, range: &Range<u64>, keeps_bytes: bool) -> bool {
-        let met = state.meeting(range);
-        // In the place of another one, it makes no further gap.
-        let has_place = met.iter().any(|span| span.start >= range.start) || state.has_slots();
         let may_give_way = |span: &Range<u64>| {
             let Some(held) = state.table.get(&span.start) else {
                 return false;
@@ -1098,31 +1217,32 @@ impl SegmentedMemory {
             let is_unwritten = is_own && held.extent.filled() <= held.lead + stays;
             span.end <= range.end && (!is_cut || may_be_cut) && (!keeps_bytes || is_unwritten)
         };
-        has_place && met.iter().all(may_give_way)
+        state.meeting(range).iter().all(may_give_way)
     }
 
     /// Puts a segment in the place of all that this memory has in `range`, for which
-    /// [`can_replace`](SegmentedMemory::can_replace) has held. Returns whether that was possible:
-    /// somebody may have got the segment that would be cut since, as the executor has weak
-    /// references to extents. Otherwise `new` is freed, and nothing else has changed.
+    /// [`can_replace`](SegmentedMemory::can_replace) has held, and for which there is room. Returns
+    /// whether that was possible: somebody may have got the segment that would be cut since, as the
+    /// executor has weak references to extents. Otherwise `new` is freed, and nothing else has
+    /// changed.
     fn replace(&self, state: &mut Segments, range: &Range<u64>, new: HeldSegment) -> bool {
         let met = state.meeting(range);
         let (cut, replaced): (Vec<_>, Vec<_>) =
             met.into_iter().partition(|span| span.start < range.start);
         for span in cut {
             // No extent any more, or still the segment of others.
-            let Some(held) = self.take_own(state, span.start) else {
+            let Some(held) = SegmentedMemory::take_own(state, span.start) else {
                 SegmentedMemory::free(state, new);
                 self.settle(state);
                 return false;
             };
             let len = range.start - span.start;
-            self.insert(state, span.start, HeldSegment { len, ..held });
+            state.insert(span.start, HeldSegment { len, ..held });
         }
         for span in replaced {
-            self.remove(state, span.start);
+            SegmentedMemory::remove(state, span.start);
         }
-        self.insert(state, range.start, new);
+        state.insert(range.start, new);
         self.has_changed();
         self.settle(state);
         true
@@ -1187,7 +1307,12 @@ impl SegmentedMemory {
         let range = offset..offset + len;
         let mut state = self.state();
         let is_possible = len >= self.allocator.min_extent() && lead(offset) == 0;
-        if state.is_frozen || !is_possible || !self.can_replace(&state, &range, true) {
+        let taken = self.allocator.segment_bytes(len);
+        if state.is_frozen
+            || !is_possible
+            || !self.can_replace(&state, &range, true)
+            || !self.make_room(&mut state, &range, taken)
+        {
             return Err(self.no_extent(&range));
         }
         let buffer = self.alloc(&mut state, len, 0);
@@ -1263,8 +1388,7 @@ impl SegmentedMemory {
         // More than a message has: writes that follow each other. They get one segment.
         let is_long = len > CHUNK;
         let gaps = state.gaps(&range).len() as u64;
-        // A write may get a segment for a whole gap, of which it clears what comes before it.
-        if is_long || !state.has_slots_for(gaps + 1) {
+        if gaps > 0 && (is_long || !self.make_room_for_parts(&mut state, gaps)) {
             self.fill_gaps(&mut state, &range)?;
         }
         for span in state.meeting(&range) {
@@ -1307,6 +1431,7 @@ impl SegmentedMemory {
             });
         }
         if self.can_replace(&state, &range, false)
+            && self.make_room(&mut state, &range, 0)
             && self.replace(&mut state, &range, HeldSegment::whole(Arc::clone(&extent)))
         {
             return Ok(Attached {

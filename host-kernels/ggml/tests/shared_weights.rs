@@ -644,6 +644,8 @@ struct Modelled {
     memory: Arc<dyn Memory>,
     bytes: Vec<u8>,
     is_frozen: bool,
+    /// Whether it may share a segment, so that a write copies.
+    may_share: bool,
     /// What the guest has named.
     named: Vec<(u64, u64)>,
     /// What the guest uploads, where it begins, and how many bytes are there.
@@ -664,15 +666,49 @@ fn random_requests_keep_the_bytes_of_all_buffers_and_extents() {
     for engine in [plain(None), start_at(&path, None, false)] {
         let mut shared = 0;
         for seed in 0..30 {
-            shared += random_requests(&engine, seed);
+            shared += random_requests(&engine, seed, false);
             assert_eq!(taken(&engine), 0, "seed {seed}");
         }
         assert!(shared > 10 * SIZE, "{shared} bytes were shared");
     }
 }
 
+/// The same where others take all memory of the engine before every fourth request. Then only bytes
+/// that a buffer may share cannot be written, and a graph moves nothing.
+#[test]
+fn random_requests_keep_all_bytes_when_the_memory_of_the_engine_is_full() {
+    let engine = plain(Some(24 * SIZE));
+    let mut shared = 0;
+    for seed in 0..30 {
+        shared += random_requests(&engine, seed, true);
+        assert_eq!(taken(&engine), 0, "seed {seed}");
+    }
+    assert!(shared > 2 * SIZE, "{shared} bytes were shared");
+}
+
+/// Whether a request was carried out. It may lack memory if `may_lack`.
+fn has_worked<T>(outcome: Result<T, EngineError>, may_lack: bool) -> bool {
+    match outcome {
+        Ok(_) => true,
+        Err(EngineError::OutOfMemory { .. }) if may_lack => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// All memory that the engine has left.
+fn fill_up(engine: &dyn Engine) -> Vec<Arc<dyn Memory>> {
+    let (mut all, mut size) = (Vec::new(), engine.memory().free);
+    while size > 0 {
+        match engine.alloc(size) {
+            Ok(memory) => all.push(memory),
+            Err(_) => size /= 2,
+        }
+    }
+    all
+}
+
 /// Returns the bytes that were shared.
-fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
+fn random_requests(engine: &GgmlEngine, seed: u64, is_full: bool) -> u64 {
     let mut random = Rng::new(seed, 0);
     let mut next = |below: u64| random.below(below);
     let others = engine.alloc(SIZE).unwrap();
@@ -696,6 +732,7 @@ fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
                 memory,
                 bytes: vec![0; SIZE as usize],
                 is_frozen: false,
+                may_share: false,
                 named: Vec::new(),
                 open: None,
             });
@@ -708,16 +745,25 @@ fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
         let Some(it) = buffers.get_mut(which) else {
             continue;
         };
+        let filler = match is_full && next(4) == 0 {
+            true => fill_up(engine),
+            false => Vec::new(),
+        };
+        let is_full = !filler.is_empty();
         let mut content = vec![0; range.len()];
         content.iter_mut().for_each(|byte| *byte = next(256) as u8);
         match request {
             2 => {
-                it.memory.write(start, Bytes::from(&*content)).unwrap();
-                it.bytes[range].copy_from_slice(&content);
+                let outcome = it.memory.write(start, Bytes::from(&*content));
+                if has_worked(outcome, is_full && it.may_share) {
+                    it.bytes[range].copy_from_slice(&content);
+                }
             }
             3 => {
-                it.memory.fill(start, len, step as u8).unwrap();
-                it.bytes[range].fill(step as u8);
+                let outcome = it.memory.fill(start, len, step as u8);
+                if has_worked(outcome, is_full && it.may_share) {
+                    it.bytes[range].fill(step as u8);
+                }
             }
             4..=7 => {
                 if let Ok(extent) = it.memory.begin_extent(start, len) {
@@ -745,6 +791,7 @@ fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
             }
             10 if it.named.len() > 2 => {
                 it.is_frozen |= it.memory.freeze();
+                it.may_share = true;
                 for (offset, len) in std::mem::take(&mut it.named) {
                     if let Ok(extent) = it.memory.extent(offset, len) {
                         assert!(it.is_frozen, "{what}");
@@ -764,8 +811,13 @@ fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
                 if end > SIZE || it.is_frozen && it.bytes[to.clone()] != **bytes {
                     continue;
                 }
-                shared += it.memory.attach(start, &extent, &|| false).unwrap();
-                it.bytes[to].copy_from_slice(bytes);
+                let outcome = it.memory.attach(start, &extent, &|| false);
+                let may_lack = is_full && it.may_share;
+                it.may_share = true;
+                if has_worked(outcome.clone(), may_lack) {
+                    shared += outcome.unwrap();
+                    it.bytes[to].copy_from_slice(bytes);
+                }
             }
             16 | 17 => {
                 // A graph copies up to 4 KiB from there to the other buffer, or the other way.
@@ -780,6 +832,10 @@ fn random_requests(engine: &GgmlEngine, seed: u64) -> u64 {
                 let copies = graph(engine, &tensors, &[(Op::Copy {}, to, &[from])]);
                 let both = [Arc::clone(&it.memory), Arc::clone(&others)];
                 let plan = engine.compile(&copies, &both, &|| false);
+                // What is moved needs room for a second copy.
+                if is_full && matches!(plan, Err(EngineError::OutOfMemory { .. })) {
+                    continue;
+                }
                 let mut plan = plan.unwrap();
                 assert!(plan.is_current(), "{what}");
                 plan.run().unwrap();
