@@ -109,6 +109,8 @@ pub(crate) struct BackendDevice {
     pub(crate) backend: Mutex<Backend>,
     pub(crate) allocator: Arc<Allocator>,
     pub(crate) is_cpu: bool,
+    /// The threads of a backend that computes on the CPU.
+    pub(crate) threads: usize,
     /// Whether a backend must not outlive a buffer that it has computed with. In ggml, a context
     /// frees its backend together with its buffers. The Vulkan backend of ggml 0.25.1 on Mesa 22.3
     /// uses freed memory if its backend computes another graph after that.

@@ -174,6 +174,7 @@ impl GgmlEngine {
                 backend: Mutex::new(backend),
                 allocator,
                 is_cpu,
+                threads,
                 renews_backend: name.starts_with("Vulkan"),
                 failures: Failures::default(),
                 name: name.clone(),

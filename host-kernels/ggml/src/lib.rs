@@ -41,6 +41,7 @@ mod repack;
 mod room;
 mod segments;
 mod tensors;
+mod work_buffer;
 
 pub use engine::{BackendOptions, GgmlEngine};
 pub use library::{DeviceInfo, DeviceKind, Library};

@@ -23,6 +23,7 @@ use crate::pace::{Growth, Known, Pace, Piece};
 use crate::repack::{Product, RepackedSource};
 use crate::room::Room;
 use crate::tensors::{Arena, Graph, numbers};
+use crate::work_buffer;
 
 /// The most tensors of a node: its result and its sources.
 const MAX_TENSORS: usize = abi::GGML_MAX_SRC as usize + 1;
@@ -61,6 +62,8 @@ pub(crate) struct GgmlPlan {
     room: Room,
     /// The nodes that read copies of weights.
     repacked: Vec<RepackedSource>,
+    /// What the backend allocates for itself, at most.
+    work_buffer: u64,
     /// The tensors that the graph refers to.
     arena: Arena,
 }
@@ -121,6 +124,7 @@ impl GgmlPlan {
         let (mut splits, mut nodes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
         let (mut places, mut estimates) = (Vec::new(), Vec::new());
         let (mut room, mut repacked) = (Room::default(), Vec::new());
+        let mut work_buffer = 0;
         let of_results = fuse::uses(graph, is_cancelled);
         let mut key = device.paces.key();
         let mut end = 0;
@@ -146,6 +150,9 @@ impl GgmlPlan {
                 splits.push(Split::Planned(Box::new(other)));
                 continue;
             };
+            if device.is_cpu {
+                work_buffer = work_buffer.max(work_buffer::bytes(graph, node, device.threads));
+            }
             let estimate = work::of(graph, node).time(&device.speed).as_secs_f32();
             let mut push = |tensor, used, estimate| {
                 nodes.push(tensor);
@@ -221,6 +228,7 @@ impl GgmlPlan {
             growth: Growth::new(),
             room,
             repacked,
+            work_buffer,
             arena,
         })
     }
@@ -481,7 +489,7 @@ impl Plan for GgmlPlan {
             Split::Device(_) | Split::Planned(_) => None,
             Split::Other(node) => Some(node.working_bytes()),
         });
-        others.max().unwrap_or(0)
+        others.max().unwrap_or(0).saturating_add(self.work_buffer)
     }
 
     fn device_bytes(&self) -> u64 {
