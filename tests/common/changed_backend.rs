@@ -335,37 +335,43 @@ impl Default for Changes<'_> {
 /// Compiles the backend with these changes in `folder`. `cache` is the folder of `cargo xtask
 /// setup`.
 pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>) -> PathBuf {
+    let file = folder.join("libggml-failing.so");
+    let defined = [
+        format!("END={}", changes.end),
+        format!("GREEDY={}", changes.greedy),
+        format!("LACKS={}", changes.lacks),
+        format!("READS_ROWS={}", u8::from(changes.reads_rows)),
+        format!("FUSES={}", u8::from(changes.fuses)),
+        format!("NODE_TIME={}", changes.node_time),
+        format!("USED={}", changes.used),
+        format!(
+            "LATER_MEMORY=static int asked; if (asked++ > 0) {{ {} }}",
+            changes.later_memory
+        ),
+        format!("DEVICES={}", changes.devices),
+        format!("TYPE={}", changes.kind),
+        format!("NAME=\"{}\"", changes.name),
+        format!("DEVICE_NAME=\"{}\"", changes.device_name),
+        format!("OLD_BYTES={}", u8::from(changes.old_bytes)),
+        "SYMBOL=\"ggml_backend_init\"".to_owned(),
+    ];
+    let real = cache.join(BUILD).join("libggml-cpu.so");
+    compile(cache, &file, SOURCE, &real, &defined);
+    file
+}
+
+/// Compiles `source` to a backend with the objects of the one at `real`. `defined` are macros.
+pub(crate) fn compile(cache: &Path, file: &Path, source: &str, real: &Path, defined: &[String]) {
     let build = cache.join(BUILD).canonicalize();
     let build = build.expect("`cargo xtask setup` makes it");
+    let real = real.canonicalize().expect("`cargo xtask setup` makes it");
     let sources = cache.join(SOURCES);
-    let file = folder.join("libggml-failing.so");
     let mut compiler = Command::new("cc")
         .args(["-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o"])
-        .arg(&file)
+        .arg(file)
         .args(["include", "src"].map(|name| format!("-I{}", sources.join(name).display())))
-        .args([
-            format!("-DEND={}", changes.end),
-            format!("-DGREEDY={}", changes.greedy),
-            format!("-DLACKS={}", changes.lacks),
-            format!("-DREADS_ROWS={}", u8::from(changes.reads_rows)),
-            format!("-DFUSES={}", u8::from(changes.fuses)),
-            format!("-DNODE_TIME={}", changes.node_time),
-            format!("-DUSED={}", changes.used),
-            format!(
-                "-DLATER_MEMORY=static int asked; if (asked++ > 0) {{ {} }}",
-                changes.later_memory
-            ),
-            format!("-DDEVICES={}", changes.devices),
-            format!("-DTYPE={}", changes.kind),
-            format!("-DNAME=\"{}\"", changes.name),
-            format!("-DDEVICE_NAME=\"{}\"", changes.device_name),
-            format!("-DOLD_BYTES={}", u8::from(changes.old_bytes)),
-        ])
-        .arg(format!(
-            "-DREAL=\"{}\"",
-            build.join("libggml-cpu.so").display()
-        ))
-        .arg("-DSYMBOL=\"ggml_backend_init\"")
+        .args(defined.iter().map(|defined| format!("-D{defined}")))
+        .arg(format!("-DREAL=\"{}\"", real.display()))
         // No function of it is called here: the engine looks for them.
         .arg("-Wl,--no-as-needed")
         .arg(build.join("libggml-base.so"))
@@ -374,8 +380,7 @@ pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>
         .spawn()
         .expect("a C compiler");
     let mut stdin = compiler.stdin.take().expect("piped");
-    stdin.write_all(SOURCE.as_bytes()).expect("it reads");
+    stdin.write_all(source.as_bytes()).expect("it reads");
     drop(stdin);
     assert!(compiler.wait().expect("it ends").success());
-    file
 }

@@ -17,8 +17,8 @@ use changed_backend::{Changes, changed_backend};
 use counted_backend::{counted_backend, on_alloc};
 use graphs::{SIZE, graph};
 use products::{
-    BLOCK, COLUMNS, Quota, ROWS, TENSORS, WEIGHTS, check, compile, content, even, odd, start,
-    start_at, taken,
+    BLOCK, COLUMNS, Quota, ROWS, TENSORS, WEIGHTS, check, compile, content, even, fill_up, odd,
+    start, start_at, taken,
 };
 use vgpu_engine::{Engine, EngineError, Extent, Memory, RunError, Turn};
 use vgpu_ggml::GgmlEngine;
@@ -693,18 +693,6 @@ fn has_worked<T>(outcome: Result<T, EngineError>, may_lack: bool) -> bool {
         Err(EngineError::OutOfMemory { .. }) if may_lack => false,
         Err(error) => panic!("{error}"),
     }
-}
-
-/// All memory that the engine has left.
-fn fill_up(engine: &dyn Engine) -> Vec<Arc<dyn Memory>> {
-    let (mut all, mut size) = (Vec::new(), engine.memory().free);
-    while size > 0 {
-        match engine.alloc(size) {
-            Ok(memory) => all.push(memory),
-            Err(_) => size /= 2,
-        }
-    }
-    all
 }
 
 /// Returns the bytes that were shared.

@@ -18,7 +18,7 @@ use backend_counters::{counters, set};
 use changed_backend::{Changes, changed_backend};
 use counted_backend::{copied_by, counted_backend};
 use graphs::{Place, graph_over};
-use products::{Quota, taken};
+use products::{Quota, fill_up, taken};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, EngineError, Extent, Memory};
 use vgpu_ggml::{BackendOptions, GgmlEngine};
@@ -217,18 +217,6 @@ fn a_load_that_fits_without_sharing_fits_with_it() {
         assert!(read_all(&*memory) == bytes);
         drop((memory, cache, rest));
     }
-}
-
-/// All memory that the engine has left.
-fn fill_up(engine: &dyn Engine) -> Vec<Arc<dyn Memory>> {
-    let (mut all, mut size) = (Vec::new(), engine.memory().free);
-    while size > 0 {
-        match engine.alloc(size) {
-            Ok(memory) => all.push(memory),
-            Err(_) => size /= 2,
-        }
-    }
-    all
 }
 
 /// The second load attaches what the first one has, although nothing is left for segments.

@@ -3,14 +3,10 @@
 #![allow(dead_code)] // each test binary uses a part of this module
 
 use std::ffi::{CStr, CString};
-use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-/// The folders of the cache with ggml's CPU backend and with its sources.
-const BUILD: &str = "build-llama-0.3.36/bin";
-const SOURCES: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
+use crate::changed_backend::compile;
 
 /// Copies of the objects of another backend, whose buffers are counted.
 const SOURCE: &str = r#"
@@ -114,26 +110,8 @@ ggml_backend_reg_t ggml_backend_init(void) {
 /// Compiles such a backend over the one at `real` in `folder`. `cache` is the folder of `cargo
 /// xtask setup`.
 pub(crate) fn counted_backend(cache: &Path, folder: &Path, real: &Path) -> PathBuf {
-    let build = cache.join(BUILD).canonicalize();
-    let build = build.expect("`cargo xtask setup` makes it");
-    let sources = cache.join(SOURCES);
     let file = folder.join("libggml-counted.so");
-    let mut compiler = Command::new("cc")
-        .args(["-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o"])
-        .arg(&file)
-        .args(["include", "src"].map(|name| format!("-I{}", sources.join(name).display())))
-        .arg(format!("-DREAL=\"{}\"", real.display()))
-        // No function of it is called here: the engine looks for them.
-        .arg("-Wl,--no-as-needed")
-        .arg(build.join("libggml-base.so"))
-        .arg(format!("-Wl,-rpath,{}", build.display()))
-        .stdin(Stdio::piped())
-        .spawn()
-        .expect("a C compiler");
-    let mut stdin = compiler.stdin.take().expect("piped");
-    stdin.write_all(SOURCE.as_bytes()).expect("it reads");
-    drop(stdin);
-    assert!(compiler.wait().expect("it ends").success());
+    compile(cache, &file, SOURCE, real, &[]);
     file
 }
 

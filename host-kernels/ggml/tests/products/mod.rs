@@ -128,3 +128,15 @@ impl Drop for Charged {
         self.0.fetch_add(self.1, Ordering::Relaxed);
     }
 }
+
+/// All memory that the engine has left.
+pub(crate) fn fill_up(engine: &dyn Engine) -> Vec<Arc<dyn Memory>> {
+    let (mut all, mut size) = (Vec::new(), engine.memory().free);
+    while size > 0 {
+        match engine.alloc(size) {
+            Ok(memory) => all.push(memory),
+            Err(_) => size /= 2,
+        }
+    }
+    all
+}
