@@ -23,15 +23,15 @@ pub(super) fn check(report: &mut Report) {
             "sandbox",
             format!(
                 "Landlock version {version}: a process of vgpu serve --isolate is kept from \
-                 files, ports and other processes"
+                 other processes, and with the CPU engine from files and ports"
             ),
         ),
         Ok(version) => report.note(
             "sandbox",
             format!(
                 "Landlock version {version}, complete is {COMPLETE} (Linux 6.12): vgpu serve \
-                 --isolate keeps its processes from files, and leaves some of TCP ports, signals \
-                 and abstract sockets"
+                 --isolate keeps its processes with the CPU engine from files, and leaves some of \
+                 TCP ports, signals and abstract sockets"
             ),
         ),
         Err(error) => report.note(
