@@ -69,9 +69,9 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    /// A buffer of `size` bytes, for which `reserved` has bytes and an allocation. The caller clears
-    /// or writes its bytes before anybody reads them: they may be those of another guest. Behind
-    /// them are zeros.
+    /// A buffer of `size` bytes, for which `reserved` has bytes and an allocation. The caller
+    /// clears or writes its bytes before anybody reads them: they may be those of another guest.
+    /// Behind them are zeros.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`], with the reservation.

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vgpu_engine::work::Speed;
@@ -115,6 +115,8 @@ pub(crate) struct BackendDevice {
     /// frees its backend together with its buffers. The Vulkan backend of ggml 0.25.1 on Mesa 22.3
     /// uses freed memory if its backend computes another graph after that.
     pub(crate) renews_backend: bool,
+    /// Whether the backend keeps a work buffer that no plan needs any more.
+    pub(crate) has_idle_work_buffer: AtomicBool,
     pub(crate) failures: Failures,
     /// ggml's name of the device.
     pub(crate) name: String,
@@ -178,14 +180,10 @@ impl BackendDevice {
     /// [`BackendDevice::synchronize`] has returned.
     pub(crate) unsafe fn submit(&self, graph: *mut abi::ggml_cgraph) -> Result<(), c_int> {
         let mut current = lock_at(BackendRank, &self.backend);
-        if self.renews_backend && self.allocator.has_freed() {
-            // The old one may still compute.
-            self.wait_for(&current);
-            // SAFETY: the device belongs to the library. Threads are for the CPU backend only.
-            match unsafe { Backend::new(self.ggml, self.device, 0) } {
-                Some(new) => *current = new,
-                None => return Err(self.failed()),
-            }
+        let has_idle = self.has_idle_work_buffer.swap(false, Ordering::Relaxed);
+        let must_renew = has_idle || self.renews_backend && self.allocator.has_freed();
+        if must_renew && !self.renew(&mut current) {
+            return Err(self.failed());
         }
         let backend = current.raw.as_ptr();
         // SAFETY: the lock makes this the only call. The graph is valid, also after this call until
@@ -200,6 +198,29 @@ impl BackendDevice {
                 0 => Ok(()),
                 status => Err(status),
             }
+        }
+    }
+
+    /// Replaces the backend by a new one, which has no work buffer. Returns whether there is one.
+    fn renew(&self, current: &mut Backend) -> bool {
+        // The old one may still compute.
+        self.wait_for(current);
+        let threads = if self.is_cpu { self.threads } else { 0 };
+        // SAFETY: the device belongs to the library.
+        match unsafe { Backend::new(self.ggml, self.device, threads) } {
+            Some(new) => *current = new,
+            None => return false,
+        }
+        true
+    }
+
+    /// A plan with a large work buffer is gone. A backend keeps the largest work buffer that it has
+    /// needed until it is freed: now, or if it computes, before the next graph.
+    pub(crate) fn give_work_buffer_back(&self) {
+        let current = self.backend.try_lock().ok();
+        let is_new = current.is_some_and(|mut current| self.renew(&mut current));
+        if !is_new {
+            self.has_idle_work_buffer.store(true, Ordering::Relaxed);
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -160,6 +160,10 @@ impl GgmlEngine {
         // SAFETY: both objects are the library's.
         let allocator = unsafe { Allocator::new(library.functions(), buft, gpu, total, is_cpu) };
         let allocator = Arc::new(allocator);
+        // Drivers of other interfaces have no such limit.
+        if !name.starts_with("Vulkan") {
+            allocator.limit_allocations(u64::MAX);
+        }
         let speed = match is_cpu {
             true => fallback.speed(),
             false => SPEED,
@@ -176,6 +180,7 @@ impl GgmlEngine {
                 is_cpu,
                 threads,
                 renews_backend: name.starts_with("Vulkan"),
+                has_idle_work_buffer: AtomicBool::new(false),
                 failures: Failures::default(),
                 name: name.clone(),
                 placement: Placement::default(),
@@ -195,9 +200,10 @@ impl GgmlEngine {
         self.device.layouts.bytes()
     }
 
-    /// The driver of the device allows so many allocations in this process; otherwise 4,096, the
-    /// least that Vulkan prescribes. Weights are divided into fewer segments when three quarters of
-    /// them exist. For a backend that computes on the CPU there is no limit unless this is called.
+    /// The driver of the device allows so many allocations in this process; otherwise 4,096 for a
+    /// backend of Vulkan, the least that Vulkan prescribes. Weights are divided into fewer segments
+    /// when three quarters of them exist. For other backends there is no limit unless this is
+    /// called.
     pub fn limit_allocations(&self, most: u64) {
         self.allocator.limit_allocations(most);
     }

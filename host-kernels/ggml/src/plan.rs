@@ -93,6 +93,17 @@ pub(crate) fn compile_bytes(counts: &GraphCounts, to_move: usize) -> u64 {
     (all + to_move + size_of::<GgmlPlan>() + 256) as u64
 }
 
+/// The work buffer of the backend that stays when the plans that need it are gone.
+const KEPT_WORK_BUFFER: u64 = 16 << 20;
+
+impl Drop for GgmlPlan {
+    fn drop(&mut self) {
+        if self.work_buffer > KEPT_WORK_BUFFER {
+            self.device.give_work_buffer_back();
+        }
+    }
+}
+
 impl GgmlPlan {
     /// Compiles a valid graph. `buffers` are memory of the device.
     ///

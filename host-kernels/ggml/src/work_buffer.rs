@@ -11,13 +11,15 @@ use vgpu_transport::ir::{Graph, Node, Op, Shape};
 /// `GGML_IM2COL_WORK_SIZE`
 const CONVOLUTION: u64 = 16 << 20;
 
-/// The tiles of a product, for a thread.
-const TILES: u64 = 1 << 20;
+/// `TILED_WS_SLOT`: the tiles of a product, for a thread.
+const TILES: u64 = 512 << 10;
 
 /// `GGML_FA_TILE_Q` and `GGML_FA_TILE_KV`
 const ATTENTION_TILE: u64 = 64;
 
-/// Bytes of an element of an activation that is converted, at most: F16, BF16, or a quantised type.
+/// Bytes of an element of an activation that is converted, at most: to F16, BF16, or a quantised
+/// type. The backend gets products with activations of F32 only, which stay as they are for weights
+/// of F32.
 const CONVERTED: u64 = 2;
 
 /// Bytes of an entry in the tables of MUL_MAT_ID, for each slot of each token and each expert, and
@@ -72,7 +74,7 @@ pub(crate) fn bytes(graph: &Graph, node: &Node, threads: usize) -> u64 {
             let operands = (0..node.src.as_slice().len()).filter_map(shape);
             let shapes = operands.chain([&graph.dst(node).shape]);
             let row = shapes.map(|shape: &Shape| shape.ne[0]).max().unwrap_or(0);
-            of_threads(product(&[FLOAT, row]))
+            of_threads(product(&[FLOAT, row.saturating_add(2)]))
         }
     }
 }

@@ -70,6 +70,7 @@ fn announced_and_taken(engine: &dyn Engine, op: Op, shapes: &[Shape]) -> (u64, u
 #[test]
 fn what_the_backend_allocates_for_itself_is_announced() {
     let engine = start(None, true);
+    let before = address_space();
     let dense = |ty, ne| Shape::contiguous(ty, ne).unwrap();
     let weights = |experts| dense(Type::Q4_0, [32, 1, experts, 1]);
 
@@ -97,6 +98,10 @@ fn what_the_backend_allocates_for_itself_is_announced() {
     };
     let (announced, taken) = announced_and_taken(&engine, op, &of_experts(4096, 1 << 16));
     assert!((announced / 4..=announced).contains(&taken));
+
+    // The backend gives it back when the graphs are gone.
+    let kept = address_space().saturating_sub(before);
+    assert!(kept < 32 << 20, "{kept} bytes are kept");
 
     // What no machine has is announced, and not allocated to be compiled.
     let shapes = of_experts(1 << 20, 1 << 17);
