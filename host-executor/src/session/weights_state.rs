@@ -193,8 +193,8 @@ impl WeightBuffer {
         held.map(|reserved| counted(reserved.len)).sum()
     }
 
-    /// Charges one extent more than the buffer has named and reserved, with `charge`. An extent that
-    /// is attached counts as reserved, too.
+    /// Charges one extent more than the buffer has named, reserved and taken from the store, with
+    /// `charge`.
     ///
     /// # Errors
     /// That of `charge`: the tenant has not that much memory.
@@ -202,7 +202,8 @@ impl WeightBuffer {
         &mut self,
         charge: impl FnOnce(u64) -> Result<Charge, EngineError>,
     ) -> Result<(), EngineError> {
-        if self.extents.len() + self.reserved.len() >= self.charges.len() * CHARGED_EXTENTS {
+        let count = self.extents.len() + self.reserved.len() + self.lookups;
+        if count >= self.charges.len() * CHARGED_EXTENTS {
             self.charges
                 .push(charge(CHARGED_EXTENTS as u64 * EXTENT_BYTES)?);
         }
