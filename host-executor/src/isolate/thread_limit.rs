@@ -66,7 +66,9 @@ impl EngineThreads {
             true => OWN_THREADS_WITH_DRIVER,
             false => OWN_THREADS,
         };
-        self.engines * (self.of_an_engine() + THREADS_OF_AN_ENGINE) + own
+        // The thread that starts an engine of ggml may compute with a team of its own.
+        let teams = 1 + usize::from(self.has_ggml);
+        self.engines * (teams * self.of_an_engine() + THREADS_OF_AN_ENGINE) + own
     }
 
     /// The threads of each program.

@@ -289,7 +289,10 @@ pub fn of(graph: &Graph, node: &Node) -> Work {
             let shapes = operands.chain([dst]).map(|operand| &operand.shape);
             let steps = shapes.map(|shape| steps_between(shape, kind)).max();
             let part = loops.part.min(loops.count.saturating_mul(TRIGONOMETRIC));
-            part.saturating_mul(steps.unwrap_or(1))
+            // An element of a conversion has `searched` steps already.
+            let searched = search_steps(dst.shape.ty);
+            let each = searched - 1 + steps.unwrap_or(1);
+            part.div_ceil(searched).saturating_mul(each)
         }
     };
     Work {
@@ -339,7 +342,8 @@ fn in_order(graph: &Graph, node: &Node) -> u64 {
 /// The first access to a page takes longer, since the kernel clears the page. Measured in a virtual
 /// machine on an Intel processor: 1.7 to 2.6 µs for 4 KiB, 360 µs and more for 2 MiB. A guest can
 /// give the pages of its buffers back and write to them again. Windows have other operands in each
-/// row ([`WINDOW_ROW`]).
+/// row ([`WINDOW_ROW`]). Farther than 112 KiB does not count more, so that 1024 elements at any
+/// distance can be converted.
 const fn steps_between(shape: &Shape, kind: PartKind) -> u64 {
     let gap = shape.nb[0] / shape.ty.block_elements();
     match gap {
@@ -348,14 +352,16 @@ const fn steps_between(shape: &Shape, kind: PartKind) -> u64 {
         9..=1023 => 16,
         _ if matches!(kind, PartKind::Window) => 64,
         0..=PAGE => gap / 8 + gap / 32,
-        0..=HUGE_PAGE => PAGE / 8 + gap / 32,
-        _ => PAGE / 8 + HUGE_PAGE / 32,
+        0..=FARTHEST => PAGE / 8 + gap / 32,
+        _ => PAGE / 8 + FARTHEST / 32,
     }
 }
 
 /// Bytes that the kernel clears at once.
 const PAGE: u64 = 1 << 12;
-const HUGE_PAGE: u64 = 1 << 21;
+
+/// The greatest distance between elements that counts.
+const FARTHEST: u64 = 112 << 10;
 
 /// Steps of a window for each of its rows, which may all be in different pages that have to be
 /// cleared: a part has at most 16,384 of these.
@@ -433,7 +439,8 @@ const STRIP: u64 = 1024;
 /// Elements of each stream that hyper-connections sum at once.
 const STREAM_STRIP: u64 = 256;
 
-/// Elements for which the row of a stream counts at least: the row may have a page of its own.
+/// Elements that a row of a stream counts as at least, so that the limit of a part by the number of
+/// iterations ([`of`]) is no less than [`STREAM_STRIP`] for each row: it may have a page of its own.
 const SHORT_STREAM: u64 = STREAM_STRIP / TRIGONOMETRIC;
 
 /// The longest row that is sorted at once. Of longer rows, a part has fewer elements.

@@ -132,8 +132,8 @@ impl Shape {
 
     /// The same shape, with dense strides in the dimensions with fewer than two elements. Such a
     /// stride has no meaning and may have any value. The same is true of all strides of a tensor
-    /// without elements: they become the length of a block. After the call, no stride of a
-    /// validated tensor is longer than its buffer, times an index, so engines may compute with
+    /// without elements: they become the length of a block. After the call, an index of a validated
+    /// tensor times its stride is less than the size of the buffer, so engines may compute with
     /// them.
     pub fn with_plain_strides(&self) -> Shape {
         let Shape { ty, ne, mut nb } = *self;

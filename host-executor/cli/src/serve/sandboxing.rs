@@ -59,15 +59,15 @@ pub(super) fn enter(
     Ok(Confined(()))
 }
 
-/// Takes the files of the user from the process of a guest, or, if it has a driver, which opens files
-/// and devices, other processes only. The process must have no other thread yet: the kernel
+/// Takes the files of the user from the process of a guest, or, if it has a driver, which opens
+/// files and devices, other processes only. The process must have no other thread yet: the kernel
 /// restricts only the calling thread and its children.
 pub(super) fn isolate(engines: &[EngineKind]) -> anyhow::Result<()> {
     let threads = std::fs::read_dir("/proc/self/task").context("counting threads")?;
     let threads = threads.count();
     anyhow::ensure!(
         threads == 1,
-        "a fault of vgpu: {threads} threads run before the process gives up its files"
+        "a fault of vgpu: {threads} threads run before the process is confined"
     );
     match profile(engines) {
         Profile::Cpu => match sandbox::isolate_files().context(REMEDY)? {
