@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use changed_backend::{Changes, changed_backend};
 use common::model::{for_weights, lookup, read_all, upload, write};
-use common::weights::{SMALL, first, guest, load, model_of, parts, small};
+use common::weights::{EXTENTS, SMALL, first, guest, load, model_of, parts, small};
 use common::{Guest, Host, add, bytes, floats, wait_for};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
@@ -297,7 +297,7 @@ fn each_guest_is_charged_for_the_whole_model() {
     let charged = before - free(&mut one);
     // For its three segments, and as many more as it may still have.
     assert!(
-        (MODEL..MODEL + 20 * segment).contains(&charged),
+        (MODEL..MODEL + EXTENTS + 20 * segment).contains(&charged),
         "{charged}"
     );
     let mut three = guest(&host, 7);

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
-use common::weights::{FIRST, MODEL, SECOND, ask, first, guest, host, load, model, parts};
+use common::weights::{EXTENTS, FIRST, MODEL, SECOND, ask, first, guest, host, load, model, parts};
 use common::{Guest, Host, MEMORY, PAGE, add, bytes, wait_for};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::Sharing;
@@ -545,8 +545,10 @@ fn copies_of_shared_weights_must_fit_the_memory() {
     let (mut one, one_has) = first(&host, &weights, 7, &model);
     let mut two = guest(&host, 7);
     let (two_has, _) = load(&mut two, &model);
-    let rest = host.engine.memory().free;
-    let filler = one.alloc(rest);
+    let Reply::Memory { free, .. } = one.ask(&Request::Memory {}) else {
+        panic!("no figures");
+    };
+    let filler = one.alloc(free / PAGE * PAGE);
     one.write(one_has, 0, &[1]);
     let (failed, _) = {
         one.send(&Request::Fence {});
@@ -589,7 +591,7 @@ fn copies_of_shared_weights_are_charged_to_their_guest() {
         Reply::Memory { free, .. } => free,
         other => panic!("{other:?}"),
     };
-    let two_buffers = 2 * MODEL.next_multiple_of(PAGE);
+    let two_buffers = 2 * (MODEL.next_multiple_of(PAGE) + EXTENTS);
     apply(two_buffers);
     let model = model(14);
     let (mut one, one_has) = first(&host, &weights, 7, &model);

@@ -14,7 +14,7 @@ use std::slice;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Guest, TIMEOUT, add, bytes, compute, wait_for};
+use common::{Guest, TIMEOUT, compute, wait_for};
 use kubelet::{CONTAINER, Container, Kubelet, OWN_POD};
 use rustix::process::{Pid, Signal, kill_process};
 use served::{Scratch, Serve, vgpu};

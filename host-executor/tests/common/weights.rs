@@ -16,6 +16,9 @@ pub(crate) const SMALL: u64 = 512;
 pub(crate) const SECOND: u64 = 4 * MIN_EXTENT;
 pub(crate) const MODEL: u64 = FIRST + SMALL + SECOND;
 
+/// What a buffer is charged for its first 64 extents.
+pub(crate) const EXTENTS: u64 = 64 << 10;
+
 /// A model in which all parts differ.
 pub(crate) fn model(seed: u32) -> Vec<u8> {
     model_of(seed, MODEL)
