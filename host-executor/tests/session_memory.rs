@@ -249,8 +249,8 @@ fn expect_charged(has: u64, left: u64, before: isize) {
     assert!(held <= charged, "{held} held, {charged} charged");
 }
 
-/// A guest names as many extents as a buffer may have, each as short as possible, and another one of
-/// the same quota takes them from the store.
+/// A guest names as many extents as a buffer may have, each as short as possible, and another one
+/// of the same quota takes them from the store.
 #[test]
 fn extents_of_weights_are_charged() {
     let (host, weights) = weights::host_on(

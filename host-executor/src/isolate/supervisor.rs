@@ -14,9 +14,9 @@ use super::drain;
 use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
 use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts, Worker};
-use super::thread_limit::{self, EngineThreads};
+use super::thread_limit::EngineThreads;
 use super::vm_process::{StartVmError, StartingVm};
-use super::{admission, certificates, ipc, machine_memory, vm_process, weights};
+use super::{admission, certificates, ipc, machine_memory, vm_process, weights, worker_process};
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
 #[cfg(feature = "cuda")]
@@ -406,7 +406,7 @@ impl SupervisorHealth {
 
     /// Ends workers that have more threads than [`Supervisor::limit_threads`] permits.
     pub fn end_workers_of_many_threads(&self) {
-        thread_limit::end_workers(&self.0);
+        worker_process::end_workers_of_many_threads(&self.0);
     }
 
     /// Asks the processes of virtual machines that do not know whether the supervisor drains: those

@@ -10,11 +10,9 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use tracing::error;
 use vgpu_transport::link::pci::directory::SLOTS;
 
 use super::process::ProcFiles;
-use super::state::{Processes, SupervisorState};
 
 /// Threads of a process besides those of its engines and programs: for reports, the log,
 /// heartbeats, the watchdog, dumps and commands. There are about ten.
@@ -83,7 +81,7 @@ impl EngineThreads {
 
     /// The most threads of a worker with so many programs. Programs count from when it was given
     /// them until it has reported their end: a worker cannot claim any.
-    fn of_worker(self, programs: usize) -> usize {
+    pub(super) fn of_worker(self, programs: usize) -> usize {
         self.without_programs() + self.of_a_program() * programs
     }
 
@@ -128,38 +126,6 @@ impl ThreadWatch {
         self.last = Instant::now();
         let count = self.files.thread_count();
         (count > self.max).then_some((count, self.max))
-    }
-}
-
-/// Marks the workers with too many threads. The thread that watches such a worker kills it.
-pub(super) fn end_workers(shared: &SupervisorState) {
-    let Some(engines) = shared.thread_limit.get() else {
-        return;
-    };
-    let mut processes = shared.processes();
-    let Processes {
-        workers,
-        killed_guests,
-        ..
-    } = &mut *processes;
-    for (id, worker) in workers {
-        let threads = worker.files.as_ref().map_or(0, ProcFiles::thread_count);
-        let limit = engines.of_worker(worker.sessions.len());
-        if threads <= limit || worker.must_be_killed {
-            continue;
-        }
-        error!(
-            worker = id,
-            pid = worker.pid,
-            guest = worker.guest_or_source(),
-            "the worker has {threads} threads, its limit is {limit}, and is killed: its guest \
-             loses its sessions"
-        );
-        worker.must_be_killed = true;
-        worker.close();
-        if let Some(guest) = worker.guest_key() {
-            killed_guests.add(guest, Instant::now());
-        }
     }
 }
 

@@ -227,6 +227,38 @@ fn receive_reports(
     }
 }
 
+/// Marks the workers with too many threads. The thread that watches such a worker kills it.
+pub(super) fn end_workers_of_many_threads(shared: &SupervisorState) {
+    let Some(engines) = shared.thread_limit.get() else {
+        return;
+    };
+    let mut processes = shared.processes();
+    let Processes {
+        workers,
+        killed_guests,
+        ..
+    } = &mut *processes;
+    for (id, worker) in workers {
+        let threads = worker.files.as_ref().map_or(0, ProcFiles::thread_count);
+        let limit = engines.of_worker(worker.sessions.len());
+        if threads <= limit || worker.must_be_killed {
+            continue;
+        }
+        error!(
+            worker = id,
+            pid = worker.pid,
+            guest = worker.guest_or_source(),
+            "the worker has {threads} threads, its limit is {limit}, and is killed: its guest \
+             loses its sessions"
+        );
+        worker.must_be_killed = true;
+        worker.close();
+        if let Some(guest) = worker.guest_key() {
+            killed_guests.add(guest, Instant::now());
+        }
+    }
+}
+
 /// Stores a report. Tells a worker without programs to end.
 fn on_report(shared: &SupervisorState, id: u64, report: WorkerReport) {
     let mut processes = shared.processes();

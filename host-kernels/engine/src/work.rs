@@ -351,8 +351,8 @@ const fn steps_between(shape: &Shape, kind: PartKind) -> u64 {
         0..=8 => 1,
         9..=1023 => 16,
         _ if matches!(kind, PartKind::Window) => 64,
-        0..=PAGE => gap / 8 + gap / 32,
-        0..=FARTHEST => PAGE / 8 + gap / 32,
+        _ if gap <= PAGE => gap / 8 + gap / 32,
+        _ if gap <= FARTHEST => PAGE / 8 + gap / 32,
         _ => PAGE / 8 + FARTHEST / 32,
     }
 }
@@ -440,7 +440,7 @@ const STRIP: u64 = 1024;
 const STREAM_STRIP: u64 = 256;
 
 /// Elements that a row of a stream counts as at least, so that the limit of a part by the number of
-/// iterations ([`of`]) is no less than [`STREAM_STRIP`] for each row: it may have a page of its own.
+/// iterations ([`of`]) is no less than [`STREAM_STRIP`] for each row: it may have its own page.
 const SHORT_STREAM: u64 = STREAM_STRIP / TRIGONOMETRIC;
 
 /// The longest row that is sorted at once. Of longer rows, a part has fewer elements.
