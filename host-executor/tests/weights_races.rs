@@ -266,8 +266,12 @@ impl Driver {
     }
 }
 
-/// Anonymous memory of this process that is resident, in bytes.
+/// Anonymous memory of this process that is resident, in bytes, without what the allocator of the C
+/// library keeps of freed blocks: up to 1 MiB at the end of each of four heaps, and what is free
+/// between blocks in use.
 fn resident() -> u64 {
+    // SAFETY: the function takes no pointer, and moves no memory that is in use.
+    unsafe { libc::malloc_trim(0) };
     let status = fs::read_to_string("/proc/self/status").expect("this process");
     let line = status
         .lines()
