@@ -35,6 +35,13 @@ pub(super) struct Loop<const N: usize> {
 /// If the innermost loop is shorter than this, the longest loop becomes the innermost one.
 const SHORT_LOOP: usize = 8;
 
+/// The bytes of the pages that a strip has at most: the kernel may have to clear each of them
+/// first, which takes about as long as a part of a node may.
+const PAGES_OF_STRIP: usize = 1 << 20;
+
+/// The bytes of a page.
+const PAGE: usize = 4096;
+
 /// The most loops: for each of four dimensions, a loop over the source and a loop over its
 /// repetitions.
 const MAX_LOOPS: usize = 8;
@@ -161,15 +168,23 @@ impl<const N: usize> Walk<N> {
         }
     }
 
+    /// The elements of a strip, at most `most`.
+    fn grain(&self, most: usize) -> usize {
+        let steps = self.inner.src.iter().chain([&self.inner.dst]);
+        let pages: usize = steps.map(|step| PAGE.min(*step)).sum();
+        most.min(PAGES_OF_STRIP / pages.max(1))
+    }
+
     /// Calls `body` for each strip of this worker's range of all elements, with the addresses of
     /// its first element and its number of elements: at most `grain` adjacent ones of the innermost
-    /// loop.
+    /// loop, and fewer if they are far apart.
     pub(super) fn strips(
         &self,
         w: &Worker<'_>,
         grain: usize,
         mut body: impl FnMut(*mut u8, [*const u8; N], usize),
     ) {
+        let grain = self.grain(grain);
         let strips_per_loop = self.inner.count.div_ceil(grain);
         let units = w.range_of(self.outer_count * strips_per_loop);
         let rest = units.rest();
