@@ -3,7 +3,8 @@
 mod common;
 mod machine;
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
+use std::net::Shutdown;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -24,7 +25,7 @@ use vgpu_transport::link::pci::{DOORBELL, connect as connect_program, directory}
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
 use vgpu_transport::wire::{Reply, Request};
 
-use common::{Guest, MEMORY, OtherGuest, TIMEOUT, cpu, wait_for};
+use common::{Guest, MEMORY, OtherGuest, TIMEOUT, cpu, log, wait_for};
 use machine::{Dir, Machine};
 
 const CONFIG: u32 = 7;
@@ -106,15 +107,20 @@ fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
 
 /// Connects as a hypervisor, and sends the request of the version negotiation.
 fn connect(socket: &Path) -> UnixStream {
+    try_connect(socket).unwrap()
+}
+
+/// As [`connect`]. An error: the executor may have hung up.
+fn try_connect(socket: &Path) -> std::io::Result<UnixStream> {
     /// Id, command, size, flags, error, versions, text.
     const CAPABILITIES: &[u8] = b"{\"capabilities\":{}}\0";
     let mut request = [0u16.to_le_bytes(), 1u16.to_le_bytes()].concat();
     request.extend((20 + CAPABILITIES.len() as u32).to_le_bytes());
     request.extend([0; 12]);
     request.extend(CAPABILITIES);
-    let mut hypervisor = UnixStream::connect(socket).unwrap();
-    hypervisor.write_all(&request).unwrap();
-    hypervisor
+    let mut hypervisor = UnixStream::connect(socket)?;
+    hypervisor.write_all(&request)?;
+    Ok(hypervisor)
 }
 
 /// The command of the answer to [`connect`]. An error: the hypervisor is disconnected, or there is
@@ -546,4 +552,175 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
         };
         config(&mut client, 0) == 0x10de
     });
+}
+
+/// Starts the second process of the test below.
+const HOSTILE: &str = "VGPU_TEST_HOSTILE_HYPERVISORS";
+
+/// What hypervisors cost this process: threads, descriptors, and mappings of windows.
+#[derive(Debug)]
+struct Costs([usize; 3]);
+
+impl Costs {
+    /// The costs without `own` descriptors.
+    fn now(own: usize) -> Costs {
+        let count = |folder: &str| std::fs::read_dir(folder).unwrap().count();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let windows = maps
+            .lines()
+            .filter(|line| line.contains("memfd:vgpu-window"));
+        Costs([
+            count("/proc/self/task"),
+            count("/proc/self/fd") - own,
+            windows.count(),
+        ])
+    }
+}
+
+/// A hypervisor that has the device, once the executor has seen the end of the one before.
+fn next_hypervisor(socket: &Path) -> UnixStream {
+    let mut next = None;
+    wait_for("a device", || {
+        let Ok(hypervisor) = try_connect(socket) else {
+            return false;
+        };
+        hypervisor.set_read_timeout(Some(TIMEOUT)).unwrap();
+        let is_served = answer(&hypervisor).is_ok();
+        next = is_served.then_some(hypervisor);
+        is_served
+    });
+    next.expect("it has connected")
+}
+
+/// Writes to the window, and then reads the window without taking an answer, until the executor
+/// takes no further message.
+fn take_no_answers(mut hypervisor: &UnixStream) {
+    const PART: u32 = 4096;
+    const READ: u16 = 9;
+    const WRITE: u16 = 10;
+    const NO_REPLY: u32 = 1 << 4;
+    /// Longer than a thread of the executor waits for a processor.
+    const PAUSE: Duration = Duration::from_millis(200);
+    let access = |command: u16, flags: u32, offset: u64, data: u32| {
+        let mut message = vec![0; 2];
+        message.extend(command.to_le_bytes());
+        message.extend((32 + data).to_le_bytes());
+        message.extend(flags.to_le_bytes());
+        message.extend([0; 4]);
+        message.extend(offset.to_le_bytes());
+        message.extend(1u32.to_le_bytes());
+        message.extend(PART.to_le_bytes());
+        message.resize(message.len() + data as usize, 7);
+        message
+    };
+    // The first part is the directory, by which programs ask for sessions.
+    for part in 1..64 {
+        let message = access(WRITE, NO_REPLY, part * u64::from(PART), PART);
+        hypervisor.write_all(&message).unwrap();
+    }
+    hypervisor.set_write_timeout(Some(PAUSE)).unwrap();
+    let read = access(READ, 0, u64::from(PART), 0);
+    let refused = loop {
+        if let Err(error) = hypervisor.write_all(&read) {
+            break error;
+        }
+    };
+    assert_eq!(refused.kind(), ErrorKind::WouldBlock, "{refused}");
+}
+
+/// The first one has cost what the last one does.
+#[test]
+#[ignore = "a second process of another test"]
+fn process_with_hostile_hypervisors() {
+    const ROUNDS: usize = 20;
+    /// Threads and descriptors that come and go, as those of the heartbeats.
+    const SLACK: usize = 4;
+    if std::env::var_os(HOSTILE).is_none() {
+        return;
+    }
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let server = executor(&socket);
+    let mut hypervisors: Vec<UnixStream> = Vec::new();
+    let mut first: Option<Costs> = None;
+    let mut check = |own: usize| {
+        let costs = Costs::now(own);
+        let first = first.get_or_insert_with(|| Costs::now(own));
+        let pairs = costs.0.iter().zip(&first.0);
+        let is_bounded = { pairs }.all(|(now, first)| *now <= first + SLACK);
+        assert!(is_bounded, "{costs:?} for {own} hypervisors, and {first:?}");
+    };
+    for _ in 0..ROUNDS {
+        let hypervisor = next_hypervisor(&socket);
+        hypervisors.push(hypervisor);
+        check(hypervisors.len());
+        let hypervisor = &hypervisors[hypervisors.len() - 1];
+        take_no_answers(hypervisor);
+        // Nothing comes from it any more, and its end of the socket stays open.
+        hypervisor.shutdown(Shutdown::Write).unwrap();
+    }
+    let mut client = None;
+    wait_for("a device", || {
+        client = Client::new(&socket).ok();
+        client.is_some()
+    });
+    let mut client = client.expect("it has connected");
+    check(hypervisors.len() + 1);
+    assert_eq!(config(&mut client, 0), 0x10de);
+    let mut magic = [0; 8];
+    client.region_read(1, 0, &mut magic).unwrap();
+    assert_eq!(u64::from_le_bytes(magic), directory::MAGIC);
+    assert!(server.sessions().is_empty());
+    // All others are disconnected: after the answers that they have not taken, nothing comes.
+    for mut hypervisor in &hypervisors {
+        if let Err(error) = hypervisor.read_to_end(&mut Vec::new()) {
+            assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+        }
+    }
+}
+
+/// A hypervisor whose answers fill its socket ends one direction of the connection, and keeps the
+/// other one open. In a process of its own: other tests have threads and descriptors, too.
+#[test]
+fn hypervisors_that_take_no_answers_leave_no_threads_descriptors_and_windows() {
+    let output = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "process_with_hostile_hypervisors"])
+        .args(["--ignored", "--nocapture"])
+        .env(HOSTILE, "1")
+        .output()
+        .expect("this program");
+    let [said, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(
+        output.status.success() && said.contains("1 passed"),
+        "{said}{errors}"
+    );
+}
+
+/// Whoever can open the socket of a machine fills no log: with connections beside the machine's
+/// hypervisor, and with hypervisors that break the protocol.
+#[test]
+fn log_lines_about_the_connections_of_a_machine_are_limited() {
+    const CONNECTIONS: usize = 200;
+    /// More than the limit, 20 in 10 s, also on a slow host.
+    const MOST: usize = 100;
+    log::keep();
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let options = format!("crowded,socket={},window=64M,silence=0", socket.display());
+    let mut listener = VfioUserListener::open(options.parse().unwrap()).unwrap();
+    let mut accept = || assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    for _ in 0..CONNECTIONS {
+        let mut hypervisor = UnixStream::connect(&socket).unwrap();
+        hypervisor.write_all(&[0xff; 64]).unwrap();
+        accept();
+    }
+    let first = connect(&socket);
+    accept();
+    assert_eq!(answer(&first).expect("the device"), 1);
+    for _ in 0..CONNECTIONS {
+        let _second = connect(&socket);
+        accept();
+    }
+    let lines = log::lines_with("crowded");
+    assert!(!lines.is_empty() && lines.len() < MOST, "{lines:#?}");
 }

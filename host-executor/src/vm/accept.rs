@@ -4,8 +4,7 @@
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use tracing::warn;
-
+use super::machine_log::MachineLog;
 use super::options::VmOptions;
 
 /// Accepts the hypervisor that has connected to the socket of a virtual machine. `None` if none has
@@ -16,6 +15,7 @@ use super::options::VmOptions;
 pub(super) fn accept_first(
     listener: &UnixListener,
     options: &VmOptions,
+    log: &MachineLog,
     has_device: bool,
 ) -> io::Result<Option<UnixStream>> {
     let socket = match listener.accept() {
@@ -24,11 +24,10 @@ pub(super) fn accept_first(
         Err(error) => return Err(error),
     };
     if has_device {
-        warn!(
-            vm = options.name,
+        log.warn(format_args!(
             "a second hypervisor at {} is disconnected: each virtual machine needs its own --vm",
             options.socket.display()
-        );
+        ));
         return Ok(None);
     }
     Ok(Some(socket))

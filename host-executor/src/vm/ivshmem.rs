@@ -9,11 +9,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::{info, warn};
+use tracing::info;
 use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow, ivshmem};
 use vgpu_transport::link::socket_file::{SocketFile, SocketFileError, bind_stream_for_group};
 
 use super::accept::accept_first;
+use super::machine_log::MachineLog;
 use super::options::VmOptions;
 use super::stored_files::{names, take_stored};
 use crate::listener::{GuestListener, IncomingGuest, ListeningSocket, SocketOwner, wait_readable};
@@ -28,6 +29,7 @@ pub struct IvshmemListener {
     machine: Option<VmWindow>,
     /// What a dump says of the machine.
     watch: Arc<MachineWatch>,
+    log: Arc<MachineLog>,
     /// The files of a running machine that is not served yet: its programs wait for an answer as
     /// soon as it is.
     stored: Option<ivshmem::Parts>,
@@ -59,6 +61,7 @@ impl IvshmemListener {
         };
         Ok(IvshmemListener {
             watch: MachineWatch::new(&options.name),
+            log: MachineLog::new(&options.name),
             options,
             machine: None,
             stored,
@@ -85,9 +88,10 @@ impl IvshmemListener {
                 self.machine = Some(machine);
             }
             Err(error) => {
-                let vm = &self.options.name;
-                warn!(vm, "no vGPU for this machine: {error}");
-                names(vm).iter().for_each(|name| service::remove(name));
+                self.log
+                    .warn(format_args!("no vGPU for this machine: {error}"));
+                let names = names(&self.options.name);
+                names.iter().for_each(|name| service::remove(name));
             }
         }
     }
@@ -95,24 +99,28 @@ impl IvshmemListener {
     /// Gives a QEMU that has connected its device, unless the virtual machine has one.
     fn accept_qemu(&mut self) -> io::Result<()> {
         let has_device = self.machine.is_some();
-        let Some(socket) = accept_first(&self.listener, &self.options, has_device)? else {
+        let accepted = accept_first(&self.listener, &self.options, &self.log, has_device)?;
+        let Some(socket) = accepted else {
             return Ok(());
         };
-        let vm = &self.options.name;
         socket.set_nonblocking(true)?;
         let parts = match ivshmem::welcome(socket.into(), self.options.window) {
             Ok(parts) => parts,
             Err(error) => {
-                warn!(vm, "no vGPU for a QEMU that has connected: {error}");
+                self.log.warn(format_args!(
+                    "no vGPU for a QEMU that has connected: {error}"
+                ));
                 return Ok(());
             }
         };
-        info!(vm, "QEMU has connected, window {}", self.options.window);
+        let window = self.options.window;
+        self.log
+            .info(format_args!("QEMU has connected, window {window}"));
         let files = [&parts.memory, &parts.bell, &parts.hangup_socket];
-        for (name, file) in names(vm).iter().zip(files) {
+        for (name, file) in names(&self.options.name).iter().zip(files) {
             service::store(name, file.as_fd());
         }
-        self.serve(parts, self.options.window);
+        self.serve(parts, window);
         Ok(())
     }
 }
@@ -127,7 +135,7 @@ impl IvshmemListener {
         match machine.next(timeout).map_err(io::Error::other)? {
             VmEvent::Nothing => Ok(None),
             VmEvent::Gone => {
-                info!(vm = self.options.name, "QEMU has ended");
+                self.log.info("QEMU has ended");
                 self.machine = None;
                 self.watch.set(None);
                 let names = names(&self.options.name);

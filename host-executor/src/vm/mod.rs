@@ -5,6 +5,7 @@
 
 mod accept;
 mod ivshmem;
+mod machine_log;
 mod options;
 mod stored_files;
 #[cfg(feature = "vfio-user")]

@@ -10,8 +10,10 @@
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use vgpu_transport::link::scm_rights;
 
@@ -23,6 +25,20 @@ const MAX_ACCESS: usize = 4096;
 
 /// Longest capability string of a hypervisor in bytes.
 const MAX_TEXT: usize = 4096;
+
+/// How long a write waits for a side that takes no bytes. Hypervisors take each answer before they
+/// send many more messages, and a socket has room for dozens of answers: also a hypervisor that is
+/// stopped for longer, as by a debugger, does not let a write wait.
+pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Answers with files in a connection. A hypervisor asks for the file of the window once or twice.
+/// Files that it does not take stay in the kernel, which limits those of all processes of a user.
+const MAX_FILES: usize = 16;
+
+/// A hypervisor has asked for more files.
+#[derive(Debug, thiserror::Error)]
+#[error("the hypervisor has asked for the window more than {MAX_FILES} times")]
+struct TooManyFiles;
 
 /// A message of a hypervisor that the `vfio_user` crate cannot read. Sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -52,21 +68,44 @@ pub(super) enum MessageError {
     Migration { size: usize },
 }
 
-/// Passes messages on until one side disconnects or the hypervisor breaks the protocol.
-pub(super) fn run(hypervisor: &UnixStream, device: &UnixStream) -> io::Result<()> {
+/// A side that takes no bytes.
+#[derive(Debug, thiserror::Error)]
+#[error("{side} takes no bytes: a write has waited for longer than the timeout")]
+struct WriteTimedOut {
+    side: &'static str,
+}
+
+/// The sides, as an error names them.
+const HYPERVISOR: &str = "the hypervisor";
+const DEVICE: &str = "the device";
+
+/// Passes messages on until one side disconnects, takes no bytes for `write_timeout`, or the
+/// hypervisor breaks the protocol.
+///
+/// # Errors
+/// The sockets, a write that has timed out, or a message that breaks the protocol.
+pub(super) fn run(
+    hypervisor: &UnixStream,
+    device: &UnixStream,
+    write_timeout: Duration,
+) -> io::Result<()> {
     hypervisor.set_nonblocking(false)?;
+    for side in [hypervisor, device] {
+        side.set_write_timeout(Some(write_timeout))?;
+    }
     let mut is_negotiated = false;
+    let mut files = 0;
     loop {
         let mut fds = [
             PollFd::new(hypervisor, PollFlags::IN),
             PollFd::new(device, PollFlags::IN),
         ];
         match rustix::event::poll(&mut fds, None) {
-            Err(rustix::io::Errno::INTR) => continue,
+            Err(Errno::INTR) => continue,
             other => other?,
         };
         let [from_monitor, from_device] = [0, 1].map(|i| !fds[i].revents().is_empty());
-        if from_device && !pass_back(device, hypervisor)? {
+        if from_device && !pass_back(device, hypervisor, &mut files)? {
             return Ok(());
         }
         if from_monitor {
@@ -74,14 +113,14 @@ pub(super) fn run(hypervisor: &UnixStream, device: &UnixStream) -> io::Result<()
                 return Ok(());
             };
             check(&message, is_negotiated).map_err(io::Error::other)?;
-            (&*device).write_all(&message)?;
+            write(device, DEVICE, &message)?;
             if !is_negotiated {
                 is_negotiated = true;
                 let Some(mut versions) = receive(device)? else {
                     return Ok(());
                 };
                 hide_migration(&mut versions).map_err(io::Error::other)?;
-                (&*hypervisor).write_all(&versions)?;
+                write(hypervisor, HYPERVISOR, &versions)?;
             }
         }
     }
@@ -201,18 +240,49 @@ pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
         .fold(0, |word, byte| word << 8 | u32::from(*byte))
 }
 
-/// Passes on a message of the device with its files. `false`: the device has disconnected.
-fn pass_back(device: &UnixStream, hypervisor: &UnixStream) -> io::Result<bool> {
+/// Passes on a message of the device with its files, and counts these. `false`: the device has
+/// disconnected.
+///
+/// # Errors
+/// The sockets, or more files than [`MAX_FILES`].
+fn pass_back(device: &UnixStream, hypervisor: &UnixStream, passed: &mut usize) -> io::Result<bool> {
     let mut bytes = [0; 16384];
     let got = scm_rights::receive(device, &mut bytes, RecvFlags::CMSG_CLOEXEC)?;
     if got.bytes == 0 {
         return Ok(false);
     }
     let files: Vec<_> = got.files.iter().map(|file| file.as_fd()).collect();
-    let sent = scm_rights::send(hypervisor, &bytes[..got.bytes], &files, SendFlags::empty())?;
+    *passed += files.len();
+    if *passed > MAX_FILES {
+        return Err(io::Error::other(TooManyFiles));
+    }
+    let bytes = &bytes[..got.bytes];
+    let sent = loop {
+        match scm_rights::send(hypervisor, bytes, &files, SendFlags::empty()) {
+            // The kernel does not go on with a call that has a timeout after a signal.
+            Err(Errno::INTR) => {}
+            sent => break sent.map_err(|error| explained(HYPERVISOR, error.into()))?,
+        }
+    };
     // The files were sent with the first byte.
-    (&*hypervisor).write_all(&bytes[sent..got.bytes])?;
+    write(hypervisor, HYPERVISOR, &bytes[sent..])?;
     Ok(true)
+}
+
+/// Writes all bytes to a side.
+fn write(mut side: &UnixStream, name: &'static str, bytes: &[u8]) -> io::Result<()> {
+    side.write_all(bytes)
+        .map_err(|error| explained(name, error))
+}
+
+/// The error of a write to a side. Says of a write that has timed out what that means.
+fn explained(side: &'static str, error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, WriteTimedOut { side })
+        }
+        _ => error,
+    }
 }
 
 #[cfg(test)]
@@ -319,7 +389,66 @@ mod tests {
             let (mut hypervisor, ours) = UnixStream::pair().unwrap();
             let (device, _crate) = UnixStream::pair().unwrap();
             hypervisor.write_all(&bytes).unwrap();
-            run(&ours, &device).unwrap_err();
+            run(&ours, &device, WRITE_TIMEOUT).unwrap_err();
         }
+    }
+
+    /// The error of [`run`], for sides of which one takes no bytes for a short time.
+    fn timed_out(hypervisor: &UnixStream, device: &UnixStream) -> String {
+        let ended = run(hypervisor, device, Duration::from_millis(50));
+        ended.unwrap_err().to_string()
+    }
+
+    /// Writes a message again and again, until the other end is closed.
+    fn flood(mut side: UnixStream, message: &[u8]) {
+        while side.write_all(message).is_ok() {}
+    }
+
+    #[test]
+    fn hypervisor_that_takes_no_answers_is_waited_for_until_the_timeout() {
+        let (hypervisor, ours) = UnixStream::pair().unwrap();
+        let (device, server) = UnixStream::pair().unwrap();
+        // More than the socket to the hypervisor has room for.
+        let answers = std::thread::spawn(|| flood(server, &[0; 4096]));
+        let error = timed_out(&ours, &device);
+        assert!(error.contains("the hypervisor takes no bytes"), "{error}");
+        drop((hypervisor, device));
+        answers.join().unwrap();
+    }
+
+    #[test]
+    fn device_that_takes_no_messages_is_waited_for_until_the_timeout() {
+        let (mut hypervisor, ours) = UnixStream::pair().unwrap();
+        let (device, mut server) = UnixStream::pair().unwrap();
+        let mut version = message(1, 23);
+        version[20..].copy_from_slice(b"{}\0");
+        hypervisor.write_all(&version).unwrap();
+        // Answers, and takes nothing more. Its end of the socket stays open.
+        let server = std::thread::spawn(move || {
+            server.read_exact(&mut [0; 23]).unwrap();
+            server.write_all(&message(1, HEAD)).unwrap();
+            server
+        });
+        // More than the socket to the device has room for.
+        let messages = std::thread::spawn(|| flood(hypervisor, &message(13, HEAD)));
+        let error = timed_out(&ours, &device);
+        assert!(error.contains("the device takes no bytes"), "{error}");
+        drop(ours);
+        messages.join().unwrap();
+        drop(server.join().unwrap());
+    }
+
+    #[test]
+    fn hypervisor_gets_a_limited_number_of_files() {
+        let (hypervisor, ours) = UnixStream::pair().unwrap();
+        let (device, server) = UnixStream::pair().unwrap();
+        let filter = std::thread::spawn(move || run(&ours, &device, WRITE_TIMEOUT));
+        // The hypervisor takes nothing, as the kernel has room for these.
+        for _ in 0..=MAX_FILES {
+            let files = [hypervisor.as_fd()];
+            scm_rights::send(&server, &message(5, HEAD), &files, SendFlags::empty()).unwrap();
+        }
+        let error = filter.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("more than 16 times"), "{error}");
     }
 }

@@ -5,49 +5,61 @@
 //! crate implements the protocol. The crate trusts the sizes in the messages that it reads, so a
 //! [filter] checks every message of the hypervisor first. A hypervisor that gets past the filter
 //! can end only the threads of its own virtual machine.
+//!
+//! A virtual machine has the threads of one hypervisor at a time: those of the hypervisor before
+//! have ended, and have unmapped its window, when the next one is accepted. Sessions of the machine
+//! before that have not ended yet still have their slots of that window.
 
 mod connections;
 mod device;
 mod filter;
 pub mod fuzzing;
+mod regions;
+mod threads;
 
 use std::io;
-use std::net::Shutdown;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use tracing::{info, warn};
-use vfio_user::{IrqInfo, Server, ServerRegion, SparseArea};
+use tracing::info;
 use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow};
 use vgpu_transport::link::socket_file::{SocketFile, SocketFileError, bind_stream_for_group};
 use vgpu_transport::shm::doorbell::new_eventfd;
 use vgpu_transport::shm::memory::sealed_file;
 
 use super::accept::accept_first;
+use super::machine_log::MachineLog;
 use super::options::VmOptions;
 use crate::listener::{GuestListener, IncomingGuest, ListeningSocket, SocketOwner, wait_readable};
 use crate::machine_watch::MachineWatch;
 pub use connections::Connections;
-use device::{BAR0_SIZE, CONFIG_SIZE, Function};
+use device::Function;
+use threads::{Device, HypervisorThreads};
 
-/// Regions of a VFIO PCI device: six BARs, ROM, configuration space, VGA (`linux/vfio.h`).
-const REGIONS: u32 = 9;
-const CONFIG: u32 = 7;
+/// The longest wait for the threads of a hypervisor that is disconnected, when the next one has
+/// connected. They end at once, unless the host is overloaded.
+const END_WAIT: Duration = Duration::from_secs(1);
 
-/// Kinds of interrupt of a VFIO PCI device. The function has no interrupts.
-const INTERRUPTS: u32 = 5;
+/// A virtual machine with a hypervisor.
+struct Machine {
+    window: VmWindow,
+    threads: HypervisorThreads,
+}
 
 /// Listens for one hypervisor, and accepts the programs of its virtual machine.
 pub struct VfioUserListener {
     options: VmOptions,
-    machine: Option<VmWindow>,
+    machine: Option<Machine>,
+    /// The threads of the hypervisor before, which is disconnected. While there are any, there is
+    /// no machine.
+    ending: Option<HypervisorThreads>,
     /// What a dump says of the machine.
     watch: Arc<MachineWatch>,
+    log: Arc<MachineLog>,
     listener: UnixListener,
     file: SocketFile,
     connections: Connections,
@@ -87,8 +99,10 @@ impl VfioUserListener {
         let (listener, file) = bind_stream_for_group(path, options.mode, group)?;
         Ok(VfioUserListener {
             watch: MachineWatch::new(&options.name),
+            log: MachineLog::new(&options.name),
             options,
             machine: None,
+            ending: None,
             listener,
             file,
             connections,
@@ -117,29 +131,52 @@ impl VfioUserListener {
             thread::sleep(timeout);
             return Ok(());
         }
-        wait_readable(&self.listener, timeout)?;
+        let has_connected = wait_readable(&self.listener, timeout)?;
+        let wait = if has_connected {
+            END_WAIT
+        } else {
+            Duration::ZERO
+        };
+        if !self.has_ended(wait) {
+            if has_connected {
+                self.log.warn(
+                    "a hypervisor waits for its device: the threads of the one before have not \
+                     ended yet",
+                );
+            }
+            return Ok(());
+        }
         let has_device = self.machine.is_some();
-        let Some(socket) = accept_first(&self.listener, &self.options, has_device)? else {
+        let accepted = accept_first(&self.listener, &self.options, &self.log, has_device)?;
+        let Some(socket) = accepted else {
             return Ok(());
         };
-        let served = self.serve(socket);
-        let vm = &self.options.name;
-        match served {
+        match self.serve(socket) {
             Ok(machine) => {
-                info!(
-                    vm,
-                    "the hypervisor has connected, window {}", self.options.window
-                );
-                self.watch.set(Some(machine.watch()));
+                let window = self.options.window;
+                self.log.info(format_args!(
+                    "the hypervisor has connected, window {window}"
+                ));
+                self.watch.set(Some(machine.window.watch()));
                 self.machine = Some(machine);
             }
-            Err(error) => warn!(vm, "no vGPU for this machine: {error}"),
+            Err(error) => self
+                .log
+                .warn(format_args!("no vGPU for this machine: {error}")),
         }
         Ok(())
     }
 
+    /// Waits up to `timeout` for the end of the threads of the hypervisor before. Returns whether
+    /// they have ended.
+    fn has_ended(&mut self, timeout: Duration) -> bool {
+        let ending = self.ending.take();
+        self.ending = ending.and_then(|threads| threads.join(timeout));
+        self.ending.is_none()
+    }
+
     /// Starts the device's threads.
-    fn serve(&mut self, hypervisor: UnixStream) -> io::Result<VmWindow> {
+    fn serve(&mut self, hypervisor: UnixStream) -> io::Result<Machine> {
         let size = self.options.window;
         let memory = sealed_file(size).map_err(io::Error::other)?;
         let bell = new_eventfd().map_err(io::Error::other)?;
@@ -147,71 +184,39 @@ impl VfioUserListener {
         // A copy of the hypervisor's socket: its end is seen at once, and not only when the filter
         // thread has run.
         let hangup_socket = hypervisor.try_clone()?;
-        let (near, listener) = self.connections.take()?;
-        let function =
-            Function::new(memory.try_clone()?, size, ringer).map_err(io::Error::other)?;
-        let file = memory.try_clone()?;
-        let name = self.options.name.clone();
-        thread::Builder::new()
-            .name("vgpu-vfio-user".into())
-            .spawn(move || {
-                let mut function = function;
-                let regions = regions(size, file.as_raw_fd());
-                let server = Server::from_owned_fd(listener.into(), true, interrupts(), regions);
-                let served = catch_unwind(AssertUnwindSafe(|| server.run(&mut function)));
-                match served {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => info!(vm = name, "the device has ended: {error}"),
-                    Err(_) => warn!(
-                        vm = name,
-                        "the device panicked: the hypervisor broke the protocol"
-                    ),
-                }
-                drop(file); // `regions` refers to the file by its number until here
-            })?;
-        let name = self.options.name.clone();
-        thread::Builder::new()
-            .name("vgpu-vfio-filter".into())
-            .spawn(move || {
-                let hypervisor = Disconnected(hypervisor);
-                if let Err(error) = filter::run(&hypervisor.0, &near) {
-                    warn!(vm = name, "the hypervisor is disconnected: {error}");
-                }
-            })?;
-        VmWindow::new(
-            memory,
-            size,
-            VmDoorbell::new(bell, Some(hangup_socket.into())),
-            self.options.silence,
-        )
-        .map_err(io::Error::other)
-    }
-}
-
-/// A hypervisor's socket, which is shut down for all its copies when this is dropped, for whatever
-/// reason.
-struct Disconnected(UnixStream);
-
-impl Drop for Disconnected {
-    fn drop(&mut self) {
-        // Fails if the hypervisor has disconnected.
-        let _ = self.0.shutdown(Shutdown::Both);
+        let device = Device {
+            function: Function::new(memory.try_clone()?, size, ringer).map_err(io::Error::other)?,
+            file: memory.try_clone()?,
+            window: size,
+        };
+        let bell = VmDoorbell::new(bell, Some(hangup_socket.into()));
+        let window = VmWindow::new(memory, size, bell, self.options.silence);
+        let window = window.map_err(io::Error::other)?;
+        // Last: nothing is left to fail that would leave the threads of a hypervisor without a
+        // machine.
+        let connection = self.connections.take()?;
+        let threads = HypervisorThreads::start(hypervisor, connection, device, &self.log)?;
+        Ok(Machine { window, threads })
     }
 }
 
 impl VfioUserListener {
     /// The next program of the virtual machine, if there is a machine. Forgets a machine whose
-    /// hypervisor has ended.
+    /// hypervisor has ended, and disconnects the hypervisor: it may have ended one direction of the
+    /// connection only.
     fn next(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         let Some(machine) = &mut self.machine else {
             return Ok(None);
         };
-        match machine.next(timeout).map_err(io::Error::other)? {
+        match machine.window.next(timeout).map_err(io::Error::other)? {
             VmEvent::Nothing => Ok(None),
             VmEvent::Gone => {
-                info!(vm = self.options.name, "the hypervisor has ended");
-                self.machine = None;
+                self.log.info("the hypervisor has ended");
                 self.watch.set(None);
+                if let Some(machine) = self.machine.take() {
+                    machine.threads.disconnect();
+                    self.ending = Some(machine.threads);
+                }
                 Ok(None)
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
@@ -249,65 +254,5 @@ impl GuestListener for VfioUserListener {
         };
         self.accept_hypervisor(idle)?;
         self.next(timeout)
-    }
-}
-
-/// The regions of the device. The window is one area, so the hypervisor maps all of it.
-fn regions(window: usize, memory: i32) -> Vec<ServerRegion> {
-    use vfio_bindings::bindings::vfio::{
-        VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,
-        vfio_region_info, vfio_region_sparse_mmap_area,
-    };
-    let both = VFIO_REGION_INFO_FLAG_READ | VFIO_REGION_INFO_FLAG_WRITE;
-    let region = |index| {
-        let (size, flags) = match index {
-            0 => (BAR0_SIZE as u64, both),
-            1 => (window as u64, both | VFIO_REGION_INFO_FLAG_MMAP),
-            CONFIG => (CONFIG_SIZE as u64, both),
-            _ => (0, 0),
-        };
-        let area = SparseArea {
-            area: vfio_region_sparse_mmap_area { offset: 0, size },
-        };
-        let is_window = index == 1;
-        ServerRegion {
-            region_info: vfio_region_info {
-                argsz: size_of::<vfio_region_info>() as u32,
-                flags,
-                index,
-                size,
-                ..Default::default()
-            },
-            sparse_areas: if is_window { vec![area] } else { Vec::new() },
-            mmap_fd: is_window.then_some(memory),
-        }
-    };
-    (0..REGIONS).map(region).collect()
-}
-
-fn interrupts() -> Vec<IrqInfo> {
-    let none = |index| IrqInfo {
-        index,
-        flags: 0,
-        count: 0,
-    };
-    (0..INTERRUPTS).map(none).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_window_is_mapped() {
-        let regions = regions(64 << 20, 9);
-        assert_eq!(regions.len(), REGIONS as usize);
-        let mapped: Vec<_> = regions
-            .iter()
-            .filter(|r| r.mmap_fd.is_some() || !r.sparse_areas.is_empty())
-            .map(|r| (r.region_info.index, r.region_info.size))
-            .collect();
-        assert_eq!(mapped, [(1, 64 << 20)]);
-        assert!(interrupts().iter().all(|i| i.count == 0));
     }
 }
