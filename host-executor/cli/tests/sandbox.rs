@@ -248,6 +248,54 @@ const KEY: u64 = 0x7667_7075;
 /// For `fanotify_init`: needs no capability.
 const FAN_REPORT_FID: u64 = 0x200; // linux/fanotify.h
 
+/// Makes the kernel answer ENOSYS to these system calls of this thread and its later threads,
+/// unless another filter refuses them: that of the sandbox answers EPERM. So a call that the kernel
+/// would refuse without a filter, too, for want of a capability, shows what the filter does.
+fn answer_with_enosys(calls: &[libc::c_long]) {
+    let line = |code: u32, jt, jf, k| libc::sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    // The number of the call, the first word of `seccomp_data`.
+    let mut program = vec![line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0)];
+    for number in calls {
+        let number = u32::try_from(*number).expect("a number");
+        program.push(line(
+            libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+            0,
+            1,
+            number,
+        ));
+        // Of a process that nobody traces, the kernel answers ENOSYS (seccomp(2)).
+        program.push(line(
+            libc::BPF_RET | libc::BPF_K,
+            0,
+            0,
+            libc::SECCOMP_RET_TRACE,
+        ));
+    }
+    program.push(line(
+        libc::BPF_RET | libc::BPF_K,
+        0,
+        0,
+        libc::SECCOMP_RET_ALLOW,
+    ));
+    let program = libc::sock_fprog {
+        len: u16::try_from(program.len()).expect("a short program"),
+        filter: program.as_mut_ptr(),
+    };
+    // SAFETY: both calls take numbers, and the second one a pointer to a program, which the kernel
+    // copies. The program and its lines outlive the call.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let mode = libc::SECCOMP_MODE_FILTER;
+        let outcome = libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program);
+        assert_eq!(outcome, 0, "{}", io::Error::last_os_error());
+    }
+}
+
 /// The system calls by which a process could leave its limits, with arguments. Without the filter
 /// most of them fail with another code than EPERM, or have no effect. Some need capabilities, and
 /// would fail with EPERM anyway, whatever the arguments are.
@@ -461,6 +509,15 @@ fn each_way_out_of_a_process_is_refused() {
     };
     let process: usize = process.parse().expect("a number of the list");
     let (name, mut calls) = (format!("{:?}", all[process]), escapes());
+    // The sandbox itself gives up capabilities.
+    let others = { calls.iter() }.filter(|(_, number, _)| *number != libc::SYS_capset);
+    answer_with_enosys(&others.map(|(_, number, _)| *number).collect::<Vec<_>>());
+    assert_eq!(
+        call(libc::SYS_swapoff, [0, 0, 0])
+            .unwrap_err()
+            .raw_os_error(),
+        Some(libc::ENOSYS)
+    );
     match all[process] {
         None => {
             sandbox::enter_supervisor().expect("a sandbox");
@@ -468,6 +525,9 @@ fn each_way_out_of_a_process_is_refused() {
         Some((profile, role)) => {
             calls.extend(escapes_of_all_but_a_supervisor());
             calls.extend(connections_refused_to(role));
+            if (profile, role) == (Profile::Cpu, Role::Worker) {
+                calls.push(("epoll_create1", libc::SYS_epoll_create1, [0, 0, 0]));
+            }
             sandbox::enter(profile, role).expect("a sandbox");
         }
     }

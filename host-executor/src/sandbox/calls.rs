@@ -191,6 +191,22 @@ const OLDER_ON_FILES: [c_long; 7] = [
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER_ON_FILES: [c_long; 0] = [];
 
+/// The system calls of `epoll`, which a server and the process of a virtual machine use. The kernel
+/// counts what all processes of a user watch together (`/proc/sys/fs/epoll/max_user_watches`): a
+/// worker watches nothing.
+const WATCHING: [c_long; 4] = [
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+];
+
+/// The older variant of these calls.
+#[cfg(target_arch = "x86_64")]
+const OLDER_WATCHING: [c_long; 1] = [libc::SYS_epoll_wait];
+#[cfg(not(target_arch = "x86_64"))]
+const OLDER_WATCHING: [c_long; 0] = [];
+
 /// The system calls of an executor with the CPU engine.
 fn allowed(role: Role) -> Result<Rules, SandboxError> {
     let plain = [
@@ -274,10 +290,6 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_shutdown,
         libc::SYS_ppoll,
         libc::SYS_pselect6,
-        libc::SYS_epoll_create1,
-        libc::SYS_epoll_ctl,
-        libc::SYS_epoll_pwait,
-        libc::SYS_epoll_pwait2,
         libc::SYS_eventfd2,
         // Properties of the machine and of this process.
         libc::SYS_getrandom,
@@ -303,7 +315,6 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_pipe,
         libc::SYS_poll,
         libc::SYS_select,
-        libc::SYS_epoll_wait,
         libc::SYS_time,
         libc::SYS_getrlimit,
         libc::SYS_alarm,
@@ -349,6 +360,9 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
     );
     if role == Role::Machine {
         rules.extend(always(&ACCEPTING, &[]));
+    }
+    if matches!(role, Role::Server | Role::Machine) {
+        rules.extend(always(&WATCHING, &OLDER_WATCHING));
     }
     if role == Role::Server {
         rules.extend(always(&ON_FILES, &OLDER_ON_FILES));
