@@ -76,18 +76,6 @@ impl LockRank for Rank {
     }
 }
 
-/// The rank of the lock of the threads that add files to the weight cache (`weights::disk`). They
-/// write and remove files under it: nobody else waits for it. So it lies below the locks that
-/// [`expect_unlocked`] looks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct CacheFiles;
-
-impl LockRank for CacheFiles {
-    fn level(self) -> usize {
-        lock::EXECUTOR - 1
-    }
-}
-
 /// Checks, with debug assertions, that the thread holds no lock of the executor: `what` calls an
 /// engine, and may hang in a driver.
 pub(crate) fn expect_unlocked(what: &str) {

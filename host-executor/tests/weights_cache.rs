@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::model::{for_weights, lookup, read_all};
+use common::model::{for_weights, hash, lookup, read_all};
 use common::wait_for;
 use common::weights::{FIRST, MODEL, SECOND, first, guest, host, load, model, parts};
 use vgpu_executor::WeightStore;
@@ -138,6 +138,9 @@ fn cache_stays_within_its_size_and_evicts_the_least_recently_used() {
     let mut third = guest(&host, 7);
     load(&mut third, &models[2]);
     wait_for("hashing", || weights.stats().hashed == before + both);
+    let names = parts(&models[2]).map(|(_, part)| hash(part).to_string());
+    let is_written = |name: &String| folder.files().iter().any(|file| file.ends_with(name));
+    wait_for("writing", || names.iter().all(is_written));
     drop(third);
     host.wait_until_empty();
     let on_disk: u64 = folder

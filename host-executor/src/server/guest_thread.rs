@@ -26,6 +26,7 @@ use crate::session::{
 use crate::stats::Counters;
 use crate::tenant::Tenant;
 use crate::tenant_registry::GuestTenants;
+use crate::weights::SharingDomain;
 
 /// Starts the thread of a connection, unless too many connections have not completed their
 /// handshakes.
@@ -252,10 +253,24 @@ fn serve(
     let (domain, prover) = match tenant.is_named() {
         true => {
             let name = format!("guest {}", tenant.name());
-            (name.clone(), name)
+            (Some(name.clone()), name)
         }
         // A session of its own is no new prover.
-        false => (sharing_domain(id, &peer), peer.quota_origin()),
+        false => (sharing_domain(&peer), peer.quota_origin()),
+    };
+    let domain_of_session;
+    let domain = match &domain {
+        Some(name) => SharingDomain {
+            name,
+            is_of_session: false,
+        },
+        None => {
+            domain_of_session = format!("session {id}");
+            SharingDomain {
+                name: &domain_of_session,
+                is_of_session: true,
+            }
+        }
     };
     let parts = SharedParts {
         engine: Arc::clone(&device.engine),
@@ -270,7 +285,7 @@ fn serve(
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);
     let session = match device.weights.get() {
-        Some(weights) => session.sharing_as(weights, &domain, &prover),
+        Some(weights) => session.sharing_as(weights, domain, &prover),
         None => session,
     };
     let end = session.run_from(first, link.as_mut(), &stop);
@@ -280,14 +295,13 @@ fn serve(
 }
 
 /// Whose weights an unnamed guest shares without proof: those of the same user of this
-/// machine, or of the same virtual machine. Every other session has a sharing domain of its own.
-fn sharing_domain(id: u64, peer: &Peer) -> String {
+/// machine, or of the same virtual machine. `None`: the session has a sharing domain of its own.
+fn sharing_domain(peer: &Peer) -> Option<String> {
     let machine = peer
         .virtual_machine()
         .filter(|_| peer.link == LinkKind::Pci);
-    match (&peer.process, machine) {
-        (Some(process), _) => format!("user {}", process.uid),
-        (None, Some(machine)) => machine,
-        (None, None) => format!("session {id}"),
+    match &peer.process {
+        Some(process) => Some(format!("user {}", process.uid)),
+        None => machine,
     }
 }

@@ -24,7 +24,7 @@ use crate::pool::Pools;
 use crate::sched::{Scheduler, Times, TurnEvent};
 use crate::stats::{Counters, RequestKind, Stats};
 use crate::tenant::{Tenant, new_tenant_id};
-use crate::weights::WeightStore;
+use crate::weights::{SharingDomain, WeightStore};
 
 /// Buffers of at least this size belong to a model rather than to a graph; the log reports them at
 /// the info level.
@@ -168,7 +168,11 @@ impl Session {
     /// The same session, which shares weights with other sessions of `domain`.
     #[must_use]
     pub fn sharing(self, weights: &WeightStore, domain: &str) -> Session {
-        self.sharing_as(weights, domain, domain)
+        let domain = SharingDomain {
+            name: domain,
+            is_of_session: false,
+        };
+        self.sharing_as(weights, domain, domain.name)
     }
 
     /// As [`sharing`](Session::sharing). `prover` answers for wrong proofs of contents, in all its
@@ -177,7 +181,7 @@ impl Session {
     pub(crate) fn sharing_as(
         mut self,
         weights: &WeightStore,
-        domain: &str,
+        domain: SharingDomain<'_>,
         prover: &str,
     ) -> Session {
         self.weights = SessionWeights::new(weights.for_domain(domain, prover));

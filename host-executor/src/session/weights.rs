@@ -252,8 +252,9 @@ impl Session {
             let reserved = reserved.filter(|reserved| reserved.extent().is_some());
             let is_reserved = match reserved {
                 Some(reserved) => reserved.len() == len,
-                None => match store.find(ContentKey { hash, len }) {
-                    LookupResult::Granted(Source::Memory(extent))
+                // An extent on disk is not reserved.
+                None => match store.find_in_memory(ContentKey { hash, len }) {
+                    Some(LookupResult::Granted(Source::Memory(extent)))
                         if counted(len) <= room && weights.charge_extent(charge).is_ok() =>
                     {
                         room -= counted(len);

@@ -6,23 +6,23 @@
 //! guest can see it. When the cache is full, the least recently used files are removed. When the
 //! disk is full, nothing is written, and the log says so once.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
-use std::time::SystemTime;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
 
 use tracing::{info, warn};
 use vgpu_engine::Extent;
-use vgpu_transport::lock::lock_at;
-use vgpu_transport::wire::ContentHash;
+use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 
+use super::content::{ByLength, ContentKey};
 use super::options::CacheOptions;
-use crate::lock::{CacheFiles, Rank, RankedGuard, RankedMutex, expect_unlocked};
+use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 use crate::size::shown;
 
 /// Bytes that are read or written at once.
@@ -31,6 +31,9 @@ const CHUNK: usize = 256 << 10;
 /// The folder of contents that all sharing domains share. Other folders are named after a hash of
 /// the domain.
 const SHARED_FOLDER: &str = "all";
+
+/// How long a file is kept from domains that have more than their share.
+const RECENTLY: Duration = Duration::from_secs(3600);
 
 /// Why there is no weight store.
 #[derive(Debug, thiserror::Error)]
@@ -57,18 +60,9 @@ pub enum CacheError {
         /// The permissions of the folder.
         mode: u32,
     },
-    /// The hashing thread cannot be started.
-    #[error("no thread for hashing weights: {0}")]
+    /// The thread that hashes, or the one that writes, cannot be started.
+    #[error("no thread for hashing or writing weights: {0}")]
     Thread(io::Error),
-}
-
-/// Identifies a content.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ContentKey {
-    /// BLAKE3 of the bytes.
-    pub(crate) hash: ContentHash,
-    /// Number of bytes.
-    pub(crate) len: u64,
 }
 
 /// The cache on disk.
@@ -78,8 +72,6 @@ pub(super) struct Disk {
     /// What the folder has. No file is used under this lock: a hung file system delays only
     /// the threads that use files.
     index: RankedMutex<Index>,
-    /// Held by the thread that adds a file: the hashing threads of all devices have one cache.
-    adding: Mutex<()>,
     has_warned: AtomicBool,
     temporary: AtomicU64,
 }
@@ -87,10 +79,22 @@ pub(super) struct Disk {
 #[derive(Default)]
 struct Index {
     files: HashMap<Name, CacheEntry>,
+    /// The names of `files`, by their last use.
+    by_use: BTreeMap<u64, Name>,
+    folders: HashMap<Arc<str>, Folder>,
+    /// The contents of each folder.
+    by_length: ByLength<Arc<str>>,
     /// Sum of the lengths of `files`.
     bytes: u64,
     /// Number of uses so far; orders entries by last use.
     clock: u64,
+}
+
+/// The files of a sharing domain.
+#[derive(Default)]
+struct Folder {
+    bytes: u64,
+    by_use: BTreeMap<u64, ContentHash>,
 }
 
 /// The name of a folder, and the hash of a content in it.
@@ -99,7 +103,9 @@ type Name = (Arc<str>, ContentHash);
 #[derive(Debug, Clone, Copy)]
 struct CacheEntry {
     len: u64,
+    /// The number of the last use, and when that was.
     used: u64,
+    at: SystemTime,
 }
 
 /// A cached file, whose content has not been checked against the hash.
@@ -141,18 +147,18 @@ impl Disk {
         }
         found.sort_by_key(|(used, ..)| *used);
         let mut index = Index::default();
-        for (_, name, len) in found {
-            index.add(name, len);
+        for (used, name, len) in found {
+            index.add(name, len, used);
         }
         let disk = Disk {
             folder,
             limit: size,
             index: RankedMutex::new(Rank::Weights, index),
-            adding: Mutex::default(),
             has_warned: AtomicBool::new(false),
             temporary: AtomicU64::new(0),
         };
-        disk.make_room(0);
+        let too_many = disk.index().shrink(size);
+        disk.remove_files(too_many);
         let files = disk.index().files.len();
         let bytes = disk.bytes();
         info!(
@@ -169,29 +175,19 @@ impl Disk {
         self.index().bytes
     }
 
-    /// Lengths of the contents of a sharing domain.
+    /// The different lengths of the contents of a sharing domain, the shortest first, as many as a
+    /// message has.
     pub(super) fn lengths(&self, domain: Option<&str>) -> Vec<u64> {
-        let folder = folder_name(domain);
-        let index = self.index();
-        let of_domain = index
-            .files
-            .iter()
-            .filter(|((name, _), _)| **name == *folder);
-        of_domain.map(|(_, place)| place.len).collect()
+        let folder = folder_name(domain).into();
+        self.index().by_length.lengths(&folder, MAX_LENGTHS)
     }
 
     /// Opens the file of a content.
     pub(super) fn find(&self, domain: Option<&str>, wanted: ContentKey) -> Option<CachedExtent> {
         let name: Name = (folder_name(domain).into(), wanted.hash);
-        {
-            let mut index = self.index();
-            index.clock += 1;
-            let clock = index.clock;
-            let place = index.files.get_mut(&name)?;
-            if place.len != wanted.len {
-                return None;
-            }
-            place.used = clock;
+        let now = SystemTime::now();
+        if !self.index().touch(&name, wanted.len, now) {
+            return None;
         }
         let path = self.path(&name);
         let file = match File::open(&path) {
@@ -203,7 +199,7 @@ impl Disk {
             }
         };
         // Orders the entries after a restart. If this fails, the order is less exact.
-        let _ = file.set_modified(SystemTime::now());
+        let _ = file.set_modified(now);
         Some(CachedExtent {
             file,
             path,
@@ -212,41 +208,65 @@ impl Disk {
         })
     }
 
-    /// Writes an extent, unless it is freed meanwhile. Removes the least recently used files to
-    /// make room. Errors are logged once.
-    pub(super) fn put(&self, domain: Option<&str>, key: ContentKey, extent: &Weak<dyn Extent>) {
+    /// Writes an extent, unless it is freed meanwhile, or `has_ended`. Removes the least recently
+    /// used files to make room. Errors are logged once. Returns the bytes that were written. One
+    /// thread at a time may call this.
+    pub(super) fn put(
+        &self,
+        domain: Option<&str>,
+        key: ContentKey,
+        extent: &Weak<dyn Extent>,
+        has_ended: &dyn Fn() -> bool,
+    ) -> u64 {
         let ContentKey { hash, len } = key;
         let name: Name = (folder_name(domain).into(), hash);
-        let is_there = || self.index().files.contains_key(&name);
-        if len > self.limit || is_there() {
-            return;
+        if len > self.limit || extent.strong_count() == 0 {
+            return 0;
         }
-        let _adding = lock_at(CacheFiles, &self.adding);
-        if is_there() {
-            return;
+        let now = SystemTime::now();
+        let (has_room, evicted) = {
+            let mut index = self.index();
+            if index.files.contains_key(&name) {
+                return 0;
+            }
+            index.make_room(self.limit, (&name.0, len), now)
+        };
+        self.remove_files(evicted);
+        if !has_room {
+            return 0;
         }
-        self.make_room(len);
-        match self.write(&name, len, extent) {
-            Ok(()) => self.index().add(name, len),
-            Err(_) if extent.strong_count() == 0 => {}
+        match self.write(&name, len, extent, has_ended) {
+            Ok(()) => {
+                self.index().add(name, len, now);
+                len
+            }
+            Err(_) if extent.strong_count() == 0 || has_ended() => len,
             Err(error) => {
                 if !self.has_warned.swap(true, Ordering::Relaxed) {
                     let folder = self.folder.display();
                     let len = shown(len);
                     warn!("{folder}: {len} of weights cannot be cached: {error}");
                 }
+                len
             }
         }
     }
 
-    fn write(&self, name: &Name, len: u64, extent: &Weak<dyn Extent>) -> io::Result<()> {
+    fn write(
+        &self,
+        name: &Name,
+        len: u64,
+        extent: &Weak<dyn Extent>,
+        has_ended: &dyn Fn() -> bool,
+    ) -> io::Result<()> {
         let path = self.path(name);
         let folder = path.parent().unwrap_or(&self.folder);
         let mut builder = fs::DirBuilder::new();
         builder.recursive(true).mode(0o700).create(folder)?;
         let count = self.temporary.fetch_add(1, Ordering::Relaxed);
         let temporary = folder.join(format!("new-{}-{count}", std::process::id()));
-        let written = copy_to(&temporary, len, extent).and_then(|()| fs::rename(&temporary, &path));
+        let written = copy_to(&temporary, len, extent, has_ended);
+        let written = written.and_then(|()| fs::rename(&temporary, &path));
         if written.is_err() {
             remove(&temporary);
         }
@@ -255,12 +275,11 @@ impl Disk {
         File::open(folder)?.sync_all()
     }
 
-    /// Removes the least recently used files until `len` more bytes fit.
-    fn make_room(&self, len: u64) {
-        let evicted = self.index().evict(self.limit.saturating_sub(len));
-        // Only the thread with `adding` adds files, and it is this thread: no new file has the name
-        // of one of these.
-        for name in evicted {
+    /// Removes files that the index has forgotten.
+    fn remove_files(&self, names: Vec<Name>) {
+        // Only the thread that calls `put` adds files, and it is this thread, or there is none yet:
+        // no new file has the name of one of these.
+        for name in names {
             remove(&self.path(&name));
         }
     }
@@ -275,32 +294,106 @@ impl Disk {
 }
 
 impl Index {
-    fn add(&mut self, name: Name, len: u64) {
+    fn add(&mut self, name: Name, len: u64, at: SystemTime) {
+        self.forget(&name);
         self.clock += 1;
         let used = self.clock;
-        if self.files.insert(name, CacheEntry { len, used }).is_none() {
-            self.bytes += len;
+        let (folder, hash) = &name;
+        let content = ContentKey { hash: *hash, len };
+        self.by_length.insert(Arc::clone(folder), content);
+        let of_folder = self.folders.entry(Arc::clone(folder)).or_default();
+        of_folder.bytes += len;
+        of_folder.by_use.insert(used, *hash);
+        self.by_use.insert(used, name.clone());
+        self.files.insert(name, CacheEntry { len, used, at });
+        self.bytes += len;
+    }
+
+    /// Makes a file the last one that was used. Returns whether it exists with this length.
+    fn touch(&mut self, name: &Name, len: u64, now: SystemTime) -> bool {
+        let is_there = self.files.get(name).is_some_and(|entry| entry.len == len);
+        if is_there {
+            self.add(name.clone(), len, now);
         }
+        is_there
     }
 
     /// Forgets the least recently used files until at most `limit` bytes are left. Returns their
     /// names.
-    fn evict(&mut self, limit: u64) -> Vec<Name> {
-        let mut evicted = Vec::new();
-        while self.bytes > limit {
-            let oldest = self.files.iter().min_by_key(|(_, place)| place.used);
-            let Some(name) = oldest.map(|(name, _)| name.clone()) else {
-                break;
-            };
+    fn shrink(&mut self, limit: u64) -> Vec<Name> {
+        let mut removed = Vec::new();
+        while self.bytes > limit
+            && let Some((_, name)) = self.by_use.first_key_value()
+        {
+            let name = name.clone();
             self.forget(&name);
-            evicted.push(name);
+            removed.push(name);
         }
-        evicted
+        removed
+    }
+
+    /// Forgets files until a new one of `len` bytes in the folder `owner` fits into `limit`.
+    /// Returns whether it does, and the names of the files that are forgotten.
+    fn make_room(
+        &mut self,
+        limit: u64,
+        (owner, len): (&Arc<str>, u64),
+        now: SystemTime,
+    ) -> (bool, Vec<Name>) {
+        let mut removed = Vec::new();
+        while self.bytes.saturating_add(len) > limit
+            && let Some(name) = self.next_to_go(limit, (owner, len), now)
+        {
+            self.forget(&name);
+            removed.push(name);
+        }
+        (self.bytes.saturating_add(len) <= limit, removed)
+    }
+
+    /// The file that goes next for a new one of `len` bytes in the folder `owner`.
+    fn next_to_go(
+        &self,
+        limit: u64,
+        (owner, len): (&Arc<str>, u64),
+        now: SystemTime,
+    ) -> Option<Name> {
+        let (_, oldest) = self.by_use.first_key_value()?;
+        let age = { self.files.get(oldest) }.and_then(|entry| now.duration_since(entry.at).ok());
+        if age.is_some_and(|age| age >= RECENTLY) {
+            return Some(oldest.clone());
+        }
+        let own = self.folders.get(owner);
+        let count = self.folders.len() + usize::from(own.is_none());
+        let share = limit / count as u64;
+        let of_owner = own.map_or(0, |folder| folder.bytes);
+        let may_lose = |name: &Arc<str>, folder: &Folder| match of_owner + len > share {
+            true => name == owner,
+            false => folder.bytes > share,
+        };
+        let folders = { self.folders.iter() }.filter(|(name, folder)| may_lose(name, folder));
+        let first = |(name, folder): (&Arc<str>, &Folder)| {
+            let (used, hash) = folder.by_use.first_key_value()?;
+            Some((*used, (Arc::clone(name), *hash)))
+        };
+        let next = folders.filter_map(first).min_by_key(|(used, _)| *used);
+        next.map(|(_, name)| name)
     }
 
     fn forget(&mut self, name: &Name) {
-        if let Some(place) = self.files.remove(name) {
-            self.bytes -= place.len;
+        let Some(CacheEntry { len, used, .. }) = self.files.remove(name) else {
+            return;
+        };
+        let (folder, hash) = name;
+        self.by_length
+            .remove(folder, ContentKey { hash: *hash, len });
+        self.by_use.remove(&used);
+        self.bytes -= len;
+        if let Some(of_folder) = self.folders.get_mut(folder) {
+            of_folder.bytes -= len;
+            of_folder.by_use.remove(&used);
+            if of_folder.by_use.is_empty() {
+                self.folders.remove(folder);
+            }
         }
     }
 }
@@ -365,12 +458,20 @@ impl CachedExtent {
     }
 }
 
-fn copy_to(path: &Path, len: u64, extent: &Weak<dyn Extent>) -> io::Result<()> {
+fn copy_to(
+    path: &Path,
+    len: u64,
+    extent: &Weak<dyn Extent>,
+    has_ended: &dyn Fn() -> bool,
+) -> io::Result<()> {
     expect_unlocked("a write to the weight cache");
     let mut file = File::create_new(path)?;
     let mut chunk = vec![0; CHUNK];
     let mut at = 0;
     while at < len {
+        if has_ended() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
         let part = &mut chunk[..(len - at).min(CHUNK as u64) as usize];
         // Kept only for the time of a chunk.
         let extent = extent.upgrade().ok_or(io::ErrorKind::NotFound)?;
@@ -517,7 +618,7 @@ mod tests {
         let (large_key, small_key) = (lookup(&large), lookup(&small));
         let bytes = small.0.clone();
         let [large, small]: [Arc<dyn Extent>; 2] = [Arc::new(large), Arc::new(small)];
-        disk.put(None, large_key, &Arc::downgrade(&large));
+        disk.put(None, large_key, &Arc::downgrade(&large), &|| false);
         assert_eq!(
             (disk.bytes(), disk.has_warned.load(Ordering::Relaxed)),
             (0, true)
@@ -528,7 +629,7 @@ mod tests {
             .count();
         assert_eq!(left, 0, "nothing half-written is left");
         // What fits is kept all the same, and read.
-        disk.put(None, small_key, &Arc::downgrade(&small));
+        disk.put(None, small_key, &Arc::downgrade(&small), &|| false);
         let cached = disk.find(None, small_key).unwrap();
         let mut read = Vec::new();
         let is_right = cached.read(|_, chunk| {
@@ -551,10 +652,83 @@ mod tests {
             let bytes = Bytes(vec![value; 100]);
             let (hash, len) = (hash_of(&bytes), bytes.size());
             let extent: Arc<dyn Extent> = Arc::new(bytes);
-            disk.put(None, ContentKey { hash, len }, &Arc::downgrade(&extent));
+            let key = ContentKey { hash, len };
+            disk.put(None, key, &Arc::downgrade(&extent), &|| false);
         }
         let files = fs::read_dir(disk.folder.join(SHARED_FOLDER)).unwrap();
         assert_eq!((disk.bytes(), files.count()), (200, 2));
+    }
+
+    fn name(folder: &str, i: u8) -> Name {
+        (Arc::from(folder), ContentHash([i; 32]))
+    }
+
+    #[test]
+    fn files_that_were_used_least_recently_go_first() {
+        let mut index = Index::default();
+        let now = SystemTime::now();
+        for i in 0..6 {
+            let folder = if i % 2 == 0 { "a" } else { "b" };
+            index.add(name(folder, i), 10 + u64::from(i), now);
+        }
+        assert!(index.touch(&name("a", 0), 10, now) && index.touch(&name("b", 1), 11, now));
+        assert!(!index.touch(&name("a", 2), 11, now), "of another length");
+        assert!(!index.touch(&name("b", 2), 12, now), "in another folder");
+        index.forget(&name("a", 4));
+        // The same file again.
+        index.add(name("b", 3), 13, now);
+        assert_eq!(index.bytes, 10 + 11 + 12 + 13 + 15);
+        assert_eq!(index.by_length.lengths(&"b".into(), 9), [11, 13, 15]);
+        assert_eq!(index.by_length.lengths(&"b".into(), 2), [11, 13]);
+        assert_eq!(index.shrink(40), [name("a", 2), name("b", 5)]);
+        assert_eq!(index.shrink(13), [name("a", 0), name("b", 1)]);
+        assert_eq!(
+            (index.bytes, index.files.len(), index.by_use.len()),
+            (13, 1, 1)
+        );
+        assert_eq!(index.by_length.lengths(&"b".into(), 9), [13]);
+        assert!(index.by_length.lengths(&"a".into(), 9).is_empty());
+        assert_eq!(index.folders.len(), 1);
+    }
+
+    #[test]
+    fn a_domain_with_more_than_its_share_removes_its_own_files() {
+        let mut index = Index::default();
+        let begin = SystemTime::now();
+        let soon = begin + RECENTLY / 2;
+        // The model of one domain, and then another domain that uploads without end.
+        for i in 0..4 {
+            index.add(name("quiet", i), 10, begin);
+        }
+        for i in 0..50 {
+            let owner = "busy".into();
+            let (has_room, removed) = index.make_room(100, (&owner, 10), soon);
+            assert!(has_room && removed.iter().all(|(folder, _)| *folder == owner));
+            index.add(name("busy", i), 10, soon);
+        }
+        assert_eq!(index.folders[&Arc::from("quiet")].bytes, 40);
+        assert_eq!(index.bytes, 100);
+        // Up to its share, the other domain gets room from the one that has more.
+        let quiet = "quiet".into();
+        let (has_room, removed) = index.make_room(100, (&quiet, 10), soon);
+        assert_eq!((has_room, &removed[..]), (true, &[name("busy", 44)][..]));
+        index.add(name("quiet", 4), 10, soon);
+        let (has_room, removed) = index.make_room(100, (&quiet, 10), soon);
+        assert_eq!((has_room, &removed[..]), (true, &[name("quiet", 0)][..]));
+        index.add(name("quiet", 5), 10, soon);
+        // A third one, whose file is larger than its share, and has nothing to remove.
+        let third = "third".into();
+        assert_eq!(index.make_room(100, (&third, 40), soon), (false, vec![]));
+        // Up to its share, from both that have more, the least recently used first.
+        let (has_room, removed) = index.make_room(100, (&third, 30), soon);
+        let three = [name("quiet", 1), name("quiet", 2), name("busy", 45)];
+        assert_eq!((has_room, &removed[..]), (true, &three[..]));
+        index.add(name("third", 0), 30, soon);
+        // A file that nobody has used for an hour goes first, whoever has more.
+        let late = begin + RECENTLY;
+        let (has_room, removed) = index.make_room(100, (&"busy".into(), 20), late);
+        let two = [name("quiet", 3), name("busy", 46)];
+        assert_eq!((has_room, &removed[..]), (true, &two[..]));
     }
 
     #[test]

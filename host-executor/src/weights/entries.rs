@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use vgpu_engine::Extent;
 use vgpu_transport::wire::ContentHash;
 
+use super::content::{ByLength, ContentKey, Place};
 use super::uploads::MAX_FREED;
 
 /// The entries, by their contents.
@@ -16,6 +17,8 @@ pub(super) struct Entries {
     pub(super) by_key: HashMap<Key, Entry>,
     /// The key of each extent, by its address in memory.
     by_address: HashMap<usize, Key>,
+    /// All of `by_key`.
+    by_length: ByLength<Option<Arc<str>>>,
     /// When `by_key` has this many entries, entries of freed extents are removed.
     sweep_at: usize,
 }
@@ -60,23 +63,90 @@ impl Entries {
 
     /// Enters a content. Replaces an entry of the same content whose extent was freed.
     pub(super) fn insert(&mut self, key: Key, entry: Entry) {
-        let old = self.by_key.get(&key).map(Entry::address);
-        // The address of a freed extent may be that of another entry by now.
-        if let Some(old) = old.filter(|old| self.by_address.get(old) == Some(&key)) {
-            self.by_address.remove(&old);
-        }
+        self.remove(&key);
         self.by_address.insert(entry.address(), key.clone());
+        self.by_length
+            .insert(key.domain.clone(), entry.content(&key));
         self.by_key.insert(key, entry);
         if self.by_key.len() > self.sweep_at {
-            self.by_key.retain(|_, entry| entry.is_live());
-            let by_key = &self.by_key;
-            self.by_address.retain(|_, key| by_key.contains_key(key));
+            let dead = self.by_key.iter().filter(|(_, entry)| !entry.is_live());
+            let dead: Vec<Key> = dead.map(|(key, _)| key.clone()).collect();
+            for key in dead {
+                self.remove(&key);
+            }
             self.sweep_at = 2 * self.by_key.len() + MAX_FREED;
         }
+    }
+
+    /// Removes an entry whose extent was freed.
+    fn remove(&mut self, key: &Key) {
+        let Some(entry) = self.by_key.remove(key) else {
+            return;
+        };
+        self.by_length.remove(&key.domain, entry.content(key));
+        // The address of a freed extent may be that of another entry by now.
+        if self.by_address.get(&entry.address()) == Some(key) {
+            self.by_address.remove(&entry.address());
+        }
+    }
+
+    /// The different lengths of the contents of a sharing domain, at most `most`, the shortest
+    /// first. Removes the entries of freed extents that it meets.
+    pub(super) fn lengths(&mut self, domain: &Option<Arc<str>>, most: usize) -> Vec<u64> {
+        let mut lengths = Vec::new();
+        let mut next = Some(0);
+        while lengths.len() < most
+            && let Some(content) = next.and_then(|len| self.by_length.at_least(domain, len))
+        {
+            let key = Key {
+                domain: domain.clone(),
+                hash: content.hash,
+            };
+            if self.by_key.get(&key).is_some_and(Entry::is_live) {
+                lengths.push(content.len);
+                next = content.len.checked_add(1);
+            } else {
+                self.remove(&key);
+            }
+        }
+        lengths
+    }
+
+    /// How many of at most `most` entries behind `last` have an extent, the bytes of these, and the
+    /// last of the entries, if there may be more.
+    pub(super) fn count(
+        &self,
+        last: Option<&Place<Option<Arc<str>>>>,
+        most: usize,
+    ) -> (u64, u64, Option<Place<Option<Arc<str>>>>) {
+        let (mut extents, mut bytes, mut seen) = (0, 0, 0);
+        let mut end = None;
+        for place in self.by_length.behind(last).take(most) {
+            let (domain, len, hash) = place;
+            let key = Key {
+                domain: domain.clone(),
+                hash: *hash,
+            };
+            if self.by_key.get(&key).is_some_and(Entry::is_live) {
+                extents += 1;
+                bytes += len;
+            }
+            seen += 1;
+            end = Some(place);
+        }
+        (extents, bytes, end.filter(|_| seen == most).cloned())
     }
 }
 
 impl Entry {
+    /// The content, whose key this is.
+    fn content(&self, key: &Key) -> ContentKey {
+        ContentKey {
+            hash: key.hash,
+            len: self.len,
+        }
+    }
+
     /// The address of the extent, which may have been freed.
     fn address(&self) -> usize {
         self.extent.as_ptr().cast::<()>().addr()
@@ -178,5 +248,65 @@ mod tests {
         assert_eq!(entry.known_to.len(), MAX_KNOWN_TO);
         assert!(entry.known_to.contains(&domain(2 * MAX_KNOWN_TO - 1)));
         assert!(entries.by_address.len() <= MAX_FREED + 1);
+    }
+
+    #[test]
+    fn lengths_and_counts_are_those_of_the_extents_that_exist() {
+        let mut random = vgpu_gguf::Rng::new(7, 0);
+        let mut entries = Entries::default();
+        let domains: [Option<Arc<str>>; 3] = [None, Some("a".into()), Some("b".into())];
+        let mut extents: Vec<(Option<Arc<str>>, u64, Arc<dyn Extent>)> = Vec::new();
+        for number in 0..2000_usize {
+            let domain = domains[random.below(3) as usize].clone();
+            let len = random.below(40);
+            let extent: Arc<dyn Extent> = Arc::new(Empty { _number: number });
+            let mut hash = [0; 32];
+            hash[..8].copy_from_slice(&(random.below(500) * 40 + len).to_le_bytes());
+            let key = Key {
+                domain: domain.clone(),
+                hash: ContentHash(hash),
+            };
+            if entries.live(&key).is_none() {
+                let entry = Entry {
+                    len,
+                    extent: Arc::downgrade(&extent),
+                    known_to: Vec::new(),
+                };
+                entries.insert(key, entry);
+                extents.push((domain, len, extent));
+            }
+            while extents.len() > 60 {
+                extents.swap_remove(random.below(extents.len() as u64) as usize);
+            }
+            let of = |domain: &Option<Arc<str>>| {
+                let of_domain = extents.iter().filter(|(of, ..)| of == domain);
+                let lengths = of_domain.map(|(_, len, _)| *len);
+                lengths.collect::<std::collections::BTreeSet<u64>>()
+            };
+            for domain in &domains {
+                let all: Vec<u64> = of(domain).into_iter().collect();
+                for most in [5, 100] {
+                    let some = &all[..all.len().min(most)];
+                    assert_eq!(entries.lengths(domain, most), some);
+                }
+            }
+            let (mut count, mut bytes, mut last) = (0, 0, None);
+            loop {
+                let part = entries.count(last.as_ref(), 7);
+                (count, bytes, last) = (count + part.0, bytes + part.1, part.2);
+                if last.is_none() {
+                    break;
+                }
+            }
+            let sum: u64 = extents.iter().map(|(_, len, _)| len).sum();
+            assert_eq!((count, bytes), (extents.len() as u64, sum));
+        }
+        extents.clear();
+        for domain in &domains {
+            assert!(entries.lengths(domain, 100).is_empty());
+        }
+        // What was met is gone.
+        assert_eq!((entries.by_key.len(), entries.by_address.len()), (0, 0));
+        assert!(entries.by_length.behind(None).next().is_none());
     }
 }

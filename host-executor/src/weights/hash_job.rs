@@ -27,6 +27,8 @@ pub(super) struct Job {
     /// Bytes hashed so far.
     pub(super) done: u64,
     pub(super) inbox: Weak<Inbox>,
+    /// Who answers for what is written to the cache on disk. `None`: nothing is.
+    pub(super) writer: Option<Arc<str>>,
 }
 
 /// Duplicates that the store has found for a session.
@@ -58,6 +60,7 @@ impl Job {
         (buffer, offset): (BufferId, u64),
         extent: &Arc<dyn Extent>,
         inbox: &Arc<Inbox>,
+        writer: Option<&Arc<str>>,
     ) -> Job {
         Job {
             buffer,
@@ -67,6 +70,7 @@ impl Job {
             hasher: None,
             done: 0,
             inbox: Arc::downgrade(inbox),
+            writer: writer.cloned(),
         }
     }
 
@@ -125,7 +129,7 @@ mod tests {
         let weights = weights.expect("memory for weights");
         weights.freeze();
         let extent = weights.extent(0, 4096).expect("all of it");
-        let job = Job::new((BufferId(1), 0), &extent, &Arc::default());
+        let job = Job::new((BufferId(1), 0), &extent, &Arc::default(), None);
         let hasher = job.hasher.as_deref().map_or(0, size_of_val);
         let each = size_of::<(u64, Job)>() + hasher;
         assert!(MAX_WAITING * each <= 8 << 20, "{each} bytes for each job");

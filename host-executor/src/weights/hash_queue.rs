@@ -1,5 +1,6 @@
-//! The order in which extents are hashed: start-time fair queueing of the bytes of each sharing
-//! domain. Each session of an unnamed guest over vsock or TCP is a domain of its own.
+//! The order in which extents are hashed, or written to disk: start-time fair queueing of the bytes
+//! of each sharing domain. Each session of an unnamed guest over vsock or TCP is a domain of its
+//! own.
 //!
 //! The domain with the fewest bytes hashed is next. A domain that returns from a pause has no
 //! credit for it. Between two decisions at most [`QUANTUM`] bytes are hashed. So a domain that
@@ -9,6 +10,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Bytes that are hashed before another domain may be next.
 pub(super) const QUANTUM: u64 = 16 << 20;
@@ -21,6 +23,9 @@ pub(super) const MAX_WAITING_BYTES: u64 = 1 << 40;
 
 /// Domains that are remembered while nothing waits.
 const MAX_IDLE: usize = 1024;
+
+/// How often the items of a domain are looked through at most.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Items of several domains that wait.
 pub(super) struct HashQueue<T> {
@@ -35,7 +40,12 @@ struct Domain<T> {
     bytes: u64,
     /// Virtual time: bytes hashed, plus what the domain has missed in pauses.
     used: u64,
+    /// When the items were last looked through.
+    swept: Option<Instant>,
 }
+
+/// What waited of a domain that is gone. Dropping it takes as long as there are items.
+pub(super) struct Removed<T>(#[expect(dead_code, reason = "only dropped")] Option<Domain<T>>);
 
 impl<T> Default for HashQueue<T> {
     fn default() -> HashQueue<T> {
@@ -70,12 +80,34 @@ impl<T> HashQueue<T> {
         domain.waiting.push_front((bytes, item));
     }
 
-    /// Removes the items of a domain that are not worth hashing any more.
-    pub(super) fn retain(&mut self, domain: &Arc<str>, mut keep: impl FnMut(&T) -> bool) {
-        if let Some(domain) = self.domains.get_mut(domain) {
-            domain.waiting.retain(|(_, item)| keep(item));
-            domain.bytes = domain.waiting.iter().map(|(bytes, _)| bytes).sum();
-        }
+    /// Makes room for further items of a domain: removes those for which `keep` does not hold. Does
+    /// nothing if that was done a moment ago: others wait meanwhile. Returns how many items are
+    /// gone.
+    pub(super) fn make_room(
+        &mut self,
+        domain: &Arc<str>,
+        now: Instant,
+        mut keep: impl FnMut(&T) -> bool,
+    ) -> usize {
+        let domain = self.domains.get_mut(domain).filter(|domain| {
+            let since = { domain.swept }.map(|swept| now.saturating_duration_since(swept));
+            since.is_none_or(|since| since >= SWEEP_INTERVAL)
+        });
+        let Some(domain) = domain else {
+            return 0;
+        };
+        domain.swept = Some(now);
+        let before = domain.waiting.len();
+        domain.waiting.retain(|(_, item)| keep(item));
+        domain.bytes = domain.waiting.iter().map(|(bytes, _)| bytes).sum();
+        before - domain.waiting.len()
+    }
+
+    /// Forgets a domain that does not return, with all its items. The caller drops them without the
+    /// lock of this queue.
+    #[must_use]
+    pub(super) fn remove(&mut self, domain: &str) -> Removed<T> {
+        Removed(self.domains.remove(domain))
     }
 
     /// Takes the next item.
@@ -125,6 +157,7 @@ impl<T> HashQueue<T> {
             waiting: VecDeque::new(),
             bytes: 0,
             used: 0,
+            swept: None,
         };
         self.domains.entry(Arc::clone(name)).or_insert_with(new)
     }
@@ -207,10 +240,24 @@ mod tests {
             assert!(queue.push(&one, 1, 1));
         }
         assert!(!queue.push(&one, 1, 1));
-        queue.retain(&one, |_| false);
+        let now = Instant::now();
+        assert_eq!(queue.make_room(&one, now, |_| true), 0);
+        // Looked through a moment ago: a guest that asks again and again keeps nobody waiting.
+        let soon = now + SWEEP_INTERVAL / 2;
+        let mut asked = 0;
+        let ask = |_: &u64| {
+            asked += 1;
+            false
+        };
+        assert_eq!((queue.make_room(&one, soon, ask), asked), (0, 0));
+        assert!(!queue.push(&one, 1, 1));
+        let later = now + SWEEP_INTERVAL;
+        assert_eq!(queue.make_room(&one, later, |_| false), MAX_WAITING);
         assert!(queue.push(&one, MAX_WAITING_BYTES, 1));
         assert!(!queue.push(&one, 1, 1), "bytes");
         assert!(queue.push(&two, 1, 1), "of another domain");
+        drop(queue.remove("two"));
+        assert_eq!(queue.waiting(), (1, MAX_WAITING_BYTES));
         while step(&mut queue).is_some() {}
         assert!(queue.push(&one, MAX_WAITING_BYTES, 1));
         // Domains that are gone take no memory.

@@ -16,26 +16,34 @@
 //! it has the content, with a hash of all bytes under a key that the host chooses anew each time.
 //!
 //! - `options`: whose weights are shared, and the size of the cache.
+//! - `cache`: the thread that writes to the cache on disk.
+//! - `content`: contents, and their order by owners and lengths.
 //! - `disk`: the cache of weights on disk.
 //! - `entries`: which content each extent has.
 //! - `hash_job`: the hashing of one extent.
 //! - `hash_queue`: the order in which extents are hashed, fair between sharing domains.
+//! - `priority`: the priority of the threads that hash and write.
 //! - `store`: what sessions ask and report, and the thread that hashes.
 //! - `uploads`: extents that guests upload at the same time, or one after the other, without
 //!   hashes.
 
+mod cache;
+mod content;
 mod disk;
 mod entries;
 mod hash_job;
 mod hash_queue;
 mod options;
+mod priority;
 mod store;
 pub(crate) mod uploads;
 
+pub(crate) use content::ContentKey;
 pub use disk::CacheError;
-pub(crate) use disk::ContentKey;
 pub use options::{CacheOptions, ParseCacheError, Sharing};
 #[cfg(feature = "server")]
 pub(crate) use store::HashingNow;
-pub(crate) use store::{LookupResult, MAX_WRONG_PROOFS, SessionStore, Source, WeakSource};
+pub(crate) use store::{
+    LookupResult, MAX_WRONG_PROOFS, SessionStore, SharingDomain, Source, WeakSource,
+};
 pub use store::{WeightStore, WeightStoreStats};

@@ -8,17 +8,19 @@ use std::sync::{Arc, Condvar, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::setpriority_process;
 use tracing::{debug, info, warn};
 use vgpu_engine::Extent;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 
-use super::disk::{CacheError, CachedExtent, ContentKey, Disk};
+use super::cache::Cache;
+use super::content::ContentKey;
+use super::disk::{CacheError, CachedExtent};
 use super::entries::{Entries, Entry, Key};
 use super::hash_job::{Hashed, Inbox, Job, Merge, hash_part};
 use super::hash_queue::HashQueue;
 use super::options::{CacheOptions, Sharing};
+use super::priority;
 use super::uploads::{self, CandidateExtents, Uploads};
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 #[cfg(feature = "server")]
@@ -29,9 +31,11 @@ use crate::seqlock::{SeqLock, words_of};
 /// does not ask for further proofs: the guest has to send its weights.
 pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
 
-/// The nice level of the hashing thread: about a thirtieth of the processor time of a thread that
-/// computes on the same core.
-const NICE: i32 = 15;
+/// Extents that are queued with one lock of the queue.
+const QUEUED_AT_ONCE: usize = 256;
+
+/// Entries that are counted at a time.
+const COUNTED_AT_ONCE: usize = 1024;
 
 /// How long the wrong proofs of a prover count.
 const PROOF_WINDOW: Duration = Duration::from_secs(60);
@@ -94,7 +98,7 @@ struct StoreState {
     has_jobs: Condvar,
     /// Those of all devices.
     wrong_proofs: Arc<RankedMutex<WrongProofs>>,
-    disk: Option<Arc<Disk>>,
+    disk: Option<Arc<Cache>>,
     counters: Counters,
 }
 
@@ -147,10 +151,20 @@ pub(crate) enum LookupResult {
     Missing,
 }
 
+/// The sessions that share weights without a proof.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SharingDomain<'a> {
+    pub(crate) name: &'a str,
+    /// Whether it has one session, and ends with it: no later session has access to its weights.
+    pub(crate) is_of_session: bool,
+}
+
 /// Access of one session to the store.
 pub(crate) struct SessionStore {
     weights: WeightStore,
     domain: Arc<str>,
+    /// Whether the domain ends with the session.
+    is_of_session: bool,
     /// Who answers for wrong proofs, in all its sessions: a tenant, or where an unnamed guest
     /// connects from.
     prover: Arc<str>,
@@ -163,7 +177,7 @@ impl WeightStore {
     /// # Errors
     /// [`CacheError`] if the cache cannot be opened or the thread cannot be started.
     pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<WeightStore, CacheError> {
-        let disk = cache.map(Disk::open).transpose()?.map(Arc::new);
+        let disk = cache.map(Cache::open).transpose()?.map(Arc::new);
         let wrong_proofs = RankedMutex::new(Rank::Weights, HashMap::new());
         let store = WeightStore::with(sharing, disk, Arc::new(wrong_proofs));
         store.map_err(CacheError::Thread)
@@ -187,7 +201,7 @@ impl WeightStore {
 
     fn with(
         sharing: Sharing,
-        disk: Option<Arc<Disk>>,
+        disk: Option<Arc<Cache>>,
         wrong_proofs: Arc<RankedMutex<WrongProofs>>,
     ) -> io::Result<WeightStore> {
         let shared = Arc::new(StoreState {
@@ -206,11 +220,7 @@ impl WeightStore {
         thread::Builder::new()
             .name("vgpu-weights".into())
             .spawn(move || {
-                // A priority belongs to one thread on Linux. Guests that compute come first. The
-                // kernel refuses this if the process has a higher level, which then stays.
-                if let Err(error) = setpriority_process(None, NICE) {
-                    debug!("weights are hashed at the priority of the process: {error}");
-                }
+                priority::lower();
                 worker.work();
             })?;
         let _handle = Arc::new(Handle(Arc::clone(&shared)));
@@ -220,11 +230,17 @@ impl WeightStore {
     /// What the store has done so far.
     pub fn stats(&self) -> WeightStoreStats {
         let counters = &self.shared.counters;
-        let (extents, bytes) = {
-            let entries = self.shared.entries();
-            let live = entries.by_key.values().filter(|entry| entry.is_live());
-            live.fold((0, 0), |(n, sum), entry| (n + 1, sum + entry.len))
-        };
+        let (mut extents, mut bytes, mut last) = (0, 0, None);
+        loop {
+            // Guests wait for this lock.
+            let part = self.shared.entries().count(last.as_ref(), COUNTED_AT_ONCE);
+            extents += part.0;
+            bytes += part.1;
+            last = part.2;
+            if last.is_none() {
+                break;
+            }
+        }
         WeightStoreStats {
             not_sent: counters.not_sent.load(Ordering::Relaxed),
             from_disk: counters.from_disk.load(Ordering::Relaxed),
@@ -257,10 +273,15 @@ impl WeightStore {
 
     /// Access for a session of `domain`, for whose wrong proofs `prover` answers. `None` if nothing
     /// is shared.
-    pub(crate) fn for_domain(&self, domain: &str, prover: &str) -> Option<SessionStore> {
+    pub(crate) fn for_domain(
+        &self,
+        domain: SharingDomain<'_>,
+        prover: &str,
+    ) -> Option<SessionStore> {
         (self.shared.sharing != Sharing::Off).then(|| SessionStore {
             weights: self.clone(),
-            domain: domain.into(),
+            domain: domain.name.into(),
+            is_of_session: domain.is_of_session,
             prover: prover.into(),
             inbox: Arc::default(),
         })
@@ -268,45 +289,43 @@ impl WeightStore {
 }
 
 impl SessionStore {
-    /// The lengths of the contents that this session may look up.
+    /// The lengths of the contents that this session may look up, the shortest first.
     pub(crate) fn lengths(&self) -> Vec<u64> {
         let shared = &self.weights.shared;
-        let is_for_us = |key: &Key| {
-            key.domain
-                .as_ref()
-                .is_none_or(|domain| *domain == self.domain)
-        };
-        let mut lengths: BTreeSet<u64> = shared
-            .entries()
-            .by_key
-            .iter()
-            .filter(|(key, entry)| is_for_us(key) && entry.is_live())
-            .map(|(_, entry)| entry.len)
+        let domain = shared.domain_of(&self.domain);
+        let in_memory = shared.entries().lengths(&domain, MAX_LENGTHS);
+        let on_disk = { shared.disk.as_ref() }.map(|disk| disk.lengths(domain.as_deref()));
+        let lengths: BTreeSet<u64> = { in_memory.into_iter() }
+            .chain(on_disk.unwrap_or_default())
             .collect();
-        if let Some(disk) = &shared.disk {
-            lengths.extend(disk.lengths(shared.domain_of(&self.domain).as_deref()));
-        }
         lengths.into_iter().take(MAX_LENGTHS).collect()
     }
 
     /// Looks a content up.
     pub(crate) fn find(&self, wanted: ContentKey) -> LookupResult {
+        self.find_in_memory(wanted)
+            .unwrap_or_else(|| self.find_on_disk(wanted))
+    }
+
+    /// Looks a content up in the memory of the engine. `None` if it is not there.
+    pub(crate) fn find_in_memory(&self, wanted: ContentKey) -> Option<LookupResult> {
         let shared = &self.weights.shared;
         let key = shared.key(&self.domain, wanted.hash);
-        let in_memory = shared.entries().by_key.get(&key).and_then(|entry| {
+        let (extent, is_known) = shared.entries().by_key.get(&key).and_then(|entry| {
             // An extent that is not wanted must not be dropped under this lock.
             let extent = Some(&entry.extent).filter(|_| entry.len == wanted.len)?;
             Some((extent.upgrade()?, entry.known_to.contains(&self.domain)))
-        });
+        })?;
         // The bytes of a device that is lost are gone before their guests are.
-        if let Some((extent, is_known)) = in_memory
-            && extent.filled() == wanted.len
-        {
-            return match is_known {
-                true => LookupResult::Granted(Source::Memory(extent)),
-                false => LookupResult::NeedsProof,
-            };
-        }
+        (extent.filled() == wanted.len).then_some(match is_known {
+            true => LookupResult::Granted(Source::Memory(extent)),
+            false => LookupResult::NeedsProof,
+        })
+    }
+
+    fn find_on_disk(&self, wanted: ContentKey) -> LookupResult {
+        let shared = &self.weights.shared;
+        let key = shared.key(&self.domain, wanted.hash);
         let disk = shared.disk.as_ref();
         match disk.and_then(|disk| disk.find(key.domain.as_deref(), wanted)) {
             Some(cached) if key.domain.is_some() => LookupResult::Granted(Source::Disk(cached)),
@@ -412,18 +431,24 @@ impl SessionStore {
     /// the duplicates.
     pub(crate) fn hash_later(&self, buffer: BufferId, extents: &[(u64, Arc<dyn Extent>)]) {
         let shared = &self.weights.shared;
-        let sizes: Vec<u64> = extents.iter().map(|(_, extent)| extent.size()).collect();
+        // Nobody would find a file in a folder of a domain that ends.
+        let is_cached = !self.is_of_session || shared.domain_of(&self.domain).is_none();
+        let writer = Some(&self.prover).filter(|_| is_cached && shared.disk.is_some());
         let mut not_queued = 0;
-        let mut queue = shared.queue.lock();
-        for ((offset, extent), size) in extents.iter().zip(sizes) {
-            let job = || Job::new((buffer, *offset), extent, &self.inbox);
-            if !queue.jobs.push(&self.domain, size, job()) {
+        for part in extents.chunks(QUEUED_AT_ONCE) {
+            let sizes: Vec<u64> = part.iter().map(|(_, extent)| extent.size()).collect();
+            let mut queue = shared.queue.lock();
+            for ((offset, extent), size) in part.iter().zip(sizes) {
+                let job = || Job::new((buffer, *offset), extent, &self.inbox, writer);
+                let mut is_queued = queue.jobs.push(&self.domain, size, job());
                 // Extents that were freed since do not count.
-                queue.jobs.retain(&self.domain, Job::is_wanted);
-                not_queued += usize::from(!queue.jobs.push(&self.domain, size, job()));
+                let jobs = &mut queue.jobs;
+                if !is_queued && jobs.make_room(&self.domain, Instant::now(), Job::is_wanted) > 0 {
+                    is_queued = queue.jobs.push(&self.domain, size, job());
+                }
+                not_queued += usize::from(!is_queued);
             }
         }
-        drop(queue);
         shared.has_jobs.notify_one();
         if not_queued > 0 {
             debug!(
@@ -447,6 +472,16 @@ impl SessionStore {
     pub(crate) fn count_merged(&self, bytes: u64) {
         let merged = &self.weights.shared.counters.merged;
         merged.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for SessionStore {
+    fn drop(&mut self) {
+        if self.is_of_session {
+            // Otherwise guests that connect again and again fill the memory with what waits.
+            let removed = self.weights.shared.queue.lock().jobs.remove(&self.domain);
+            drop(removed);
+        }
     }
 }
 
@@ -536,7 +571,7 @@ impl StoreState {
                     self.enter(domain, job, extent, hash);
                 }
                 job.hasher = Some(hasher);
-                // Counted when the extent is an entry, and on disk.
+                // Counted when the extent is an entry.
                 self.counters
                     .hashed
                     .fetch_add(hashed.bytes, Ordering::Relaxed);
@@ -588,10 +623,10 @@ impl StoreState {
             }
             Some(_) => {}
             None => {
-                if let Some(disk) = &self.disk {
+                if let (Some(disk), Some(writer)) = (&self.disk, &job.writer) {
                     let len = extent.size();
-                    drop(extent);
-                    disk.put(key.domain.as_deref(), ContentKey { hash, len }, &job.extent);
+                    let content = ContentKey { hash, len };
+                    disk.put_later(writer, key.domain, content, &job.extent);
                 }
             }
         }
@@ -613,7 +648,13 @@ impl Drop for StoreState {
 mod tests {
     use std::fs;
 
+    use super::priority::NICE;
     use super::*;
+
+    const ALICE: SharingDomain<'_> = SharingDomain {
+        name: "guest alice",
+        is_of_session: false,
+    };
 
     /// The nice levels of the threads of this process with the name of the hashing thread.
     fn levels() -> Vec<i32> {
@@ -670,7 +711,7 @@ mod tests {
     fn hashing_thread_says_whose_extent_it_hashes_and_since_when() {
         let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
         assert_eq!(store.hashing(), None);
-        let session = store.for_domain("guest alice", "guest alice").unwrap();
+        let session = store.for_domain(ALICE, ALICE.name).unwrap();
         let (is_reading, reads) = std::sync::mpsc::channel();
         let (go_on, may_go_on) = std::sync::mpsc::channel();
         let held: Arc<dyn Extent> = Arc::new(Held {
@@ -691,6 +732,126 @@ mod tests {
         while let Some(now) = store.hashing() {
             assert!(begin.elapsed() < Duration::from_secs(60), "{now:?}");
             thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// An extent that the thread of the cache can read only when the test lets it.
+    struct Slow {
+        byte: u8,
+        is_reading: std::sync::mpsc::Sender<()>,
+        may_go_on: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
+    }
+
+    impl Extent for Slow {
+        fn size(&self) -> u64 {
+            4096
+        }
+
+        fn read(&self, _: u64, out: &mut [u8]) -> Result<(), vgpu_engine::EngineError> {
+            if thread::current().name() == Some("vgpu-cache") {
+                self.is_reading.send(()).expect("the test waits");
+                let may_go_on = vgpu_transport::lock::lock(&self.may_go_on);
+                // Fails when the test has ended.
+                let _ = may_go_on.recv();
+            }
+            out.fill(self.byte);
+            Ok(())
+        }
+
+        fn into_any(self: Arc<Self>) -> Arc<dyn std::any::Any + Send + Sync> {
+            self
+        }
+    }
+
+    #[test]
+    fn a_slow_disk_keeps_no_weights_from_being_hashed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let cache = CacheOptions {
+            folder: folder.path().join("weights"),
+            size: 1 << 20,
+        };
+        let store = WeightStore::new(Sharing::Tenant, Some(cache)).expect("a store");
+        let wait_for = |is_so: &dyn Fn(WeightStoreStats) -> bool| {
+            let begin = Instant::now();
+            while !is_so(store.stats()) {
+                assert!(
+                    begin.elapsed() < Duration::from_secs(60),
+                    "{:?}",
+                    store.stats()
+                );
+                thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let (is_reading, reads) = std::sync::mpsc::channel();
+        let slow = |byte| {
+            let (go_on, may_go_on) = std::sync::mpsc::channel();
+            let extent: Arc<dyn Extent> = Arc::new(Slow {
+                byte,
+                is_reading: is_reading.clone(),
+                may_go_on: may_go_on.into(),
+            });
+            (extent, go_on)
+        };
+        let session = store.for_domain(ALICE, ALICE.name).unwrap();
+        let (first, first_goes_on) = slow(1);
+        session.hash_later(BufferId(1), &[(0, Arc::clone(&first))]);
+        reads.recv_timeout(Duration::from_secs(60)).expect("a read");
+        // The disk hangs now. Weights of another guest, and of a session that ends.
+        let bob = SharingDomain {
+            name: "guest bob",
+            ..ALICE
+        };
+        let of_session = SharingDomain {
+            name: "session 1",
+            is_of_session: true,
+        };
+        let (second, second_goes_on) = slow(2);
+        let (third, _) = slow(3);
+        let others = [(bob, &second), (of_session, &third)].map(|(domain, extent)| {
+            let session = store.for_domain(domain, domain.name).unwrap();
+            session.hash_later(BufferId(1), &[(0, Arc::clone(extent))]);
+            session
+        });
+        wait_for(&|stats| stats.extents == 3);
+        assert_eq!(store.stats().disk_bytes, 0);
+        first_goes_on.send(()).unwrap();
+        second_goes_on.send(()).unwrap();
+        // The session's weights are in no folder: no other session could look them up.
+        wait_for(&|stats| stats.disk_bytes == 2 * 4096);
+        drop(others);
+        drop(third);
+        assert!(store.shared.queue.lock().jobs.waiting() == (0, 0));
+    }
+
+    #[test]
+    fn what_waits_of_a_session_ends_with_it() {
+        let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+        let (is_reading, _reads) = std::sync::mpsc::channel();
+        let slow = |byte| -> Arc<dyn Extent> {
+            Arc::new(Slow {
+                byte,
+                is_reading: is_reading.clone(),
+                may_go_on: std::sync::mpsc::channel().1.into(),
+            })
+        };
+        let extents: Vec<(u64, Arc<dyn Extent>)> = (0..100).map(|i| (i, slow(i as u8))).collect();
+        for is_of_session in [true, false] {
+            let domain = SharingDomain {
+                name: "session 1",
+                is_of_session,
+            };
+            let session = store.for_domain(domain, "address").unwrap();
+            let mut queue = store.shared.queue.lock();
+            for (offset, extent) in &extents {
+                let job = Job::new((BufferId(1), *offset), extent, &session.inbox, None);
+                assert!(queue.jobs.push(&session.domain, 4096, job));
+            }
+            // The thread takes none of them.
+            queue.has_ended = true;
+            drop(queue);
+            drop(session);
+            let waiting = store.shared.queue.lock().jobs.waiting().0;
+            assert_eq!(waiting, if is_of_session { 0 } else { 100 });
         }
     }
 }
