@@ -112,12 +112,14 @@ struct Checked {
 /// Checks the settings as `vgpu serve` does before it serves.
 fn checked(settings: &Settings) -> anyhow::Result<Checked> {
     serve::check(settings)?;
-    // One thread: nothing is computed.
-    let selection = engine_probe::select(&settings.engines, settings.trust_guests)?;
-    let rules = settings.rules();
+    // A guest that is given backends of ggml needs --isolate, which is no setting, or trust.
+    let guests_may_end_it = settings.trust_guests || settings.gives_ggml();
+    let selection = engine_probe::select(&settings.engines, guests_may_end_it)?;
+    let rules = settings.clone().on_engines(&selection.engines)?.rules();
     rules.check_devices(selection.engines.len())?;
     let (mut devices, mut memory) = (Vec::new(), u64::MAX);
     for (device, kind) in selection.engines.iter().enumerate() {
+        // One thread: nothing is computed.
         let engine = engine::start(kind, Threads::from(1), settings.memory)?;
         let total = engine.memory().total;
         rules.check_memory(device, total)?;
@@ -170,5 +172,6 @@ pub(crate) const NEEDS_ISOLATION: &str = "a guest can end this engine, and read 
 
 /// Whether `vgpu serve` refuses the settings without `--isolate`, which is no setting.
 fn needs_isolation(settings: &Settings) -> bool {
-    settings.engines.needs_trust().is_some() && !settings.trust_guests
+    let needs_trust = settings.engines.needs_trust().is_some() || settings.gives_ggml();
+    needs_trust && !settings.trust_guests
 }

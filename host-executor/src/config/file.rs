@@ -19,7 +19,7 @@ use vgpu_transport::link::socket_file::parse_mode;
 use super::settings::{
     GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice, is_guest_name,
 };
-use crate::engine::EngineList;
+use crate::engine::{EngineChoice, EngineList};
 use crate::identity::CertificateRule;
 use crate::policy::{LinkKind, Policy};
 use crate::size;
@@ -157,6 +157,7 @@ struct Unnamed {
     links: Option<Vec<Text<LinkKind>>>,
     batch: Option<bool>,
     devices: Option<Spanned<Vec<usize>>>,
+    engine: Option<Spanned<Text<EngineChoice>>>,
 }
 
 #[derive(Deserialize)]
@@ -169,6 +170,7 @@ struct Guest {
     links: Option<Vec<Text<LinkKind>>>,
     batch: Option<bool>,
     devices: Option<Spanned<Vec<usize>>>,
+    engine: Option<Spanned<Text<EngineChoice>>>,
     #[serde(default)]
     listen: Vec<Spanned<Text<Endpoint>>>,
     mode: Option<Mode>,
@@ -234,7 +236,7 @@ type Mistake = (Range<usize>, String);
 
 fn settings(file: File) -> Result<Settings, Mistake> {
     let defaults = Settings::default();
-    let unnamed_devices = file.unnamed.devices.map(devices_of).transpose()?;
+    let (unnamed_engine, unnamed_devices) = engines_of(file.unnamed.engine, file.unnamed.devices)?;
     let unnamed = policy(
         file.unnamed.memory,
         file.unnamed.weight,
@@ -243,7 +245,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         file.unnamed.batch,
     );
     let unnamed = Policy {
-        devices: unnamed_devices.unwrap_or_default(),
+        devices: unnamed_devices,
         ..unnamed
     };
     let mut used = Used::default();
@@ -302,6 +304,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
             folder: cache.folder,
             size: cache.size.0,
         }),
+        unnamed_engine,
         unnamed_programs: file.unnamed.programs.map(|count| count.0),
         unnamed: file.unnamed.accept.unwrap_or(true).then_some(unnamed),
         guests,
@@ -400,15 +403,29 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mistak
         entry.links,
         entry.batch,
     );
-    if let Some(devices) = entry.devices {
-        settings.rule.policy.devices = devices_of(devices)?;
-    }
+    (settings.engine, settings.rule.policy.devices) = engines_of(entry.engine, entry.devices)?;
     settings.listen = listen;
     settings.vm = vm;
     if let Some(Mode(mode)) = entry.mode {
         settings.mode = mode;
     }
     Ok(settings)
+}
+
+/// The engines that a guest may use: the class of its engines, or its devices. No device: all.
+fn engines_of(
+    engine: Option<Spanned<Text<EngineChoice>>>,
+    devices: Option<Spanned<Vec<usize>>>,
+) -> Result<(Option<EngineChoice>, Vec<usize>), Mistake> {
+    match (engine, devices) {
+        (Some(engine), Some(_)) => {
+            let reason = "`engine` and `devices` exclude each other".to_owned();
+            Err((engine.span(), reason))
+        }
+        (Some(engine), None) => Ok((Some(engine.into_inner().0), Vec::new())),
+        (None, Some(devices)) => Ok((None, devices_of(devices)?)),
+        (None, None) => Ok((None, Vec::new())),
+    }
 }
 
 /// The devices that a guest may use: at least one, none twice.

@@ -1,6 +1,7 @@
 //! What files say, and what is wrong with them.
 
 use super::*;
+use crate::engine::EngineKind;
 
 /// The example that is installed, which a user starts from.
 const EXAMPLE: &str = include_str!("../../../deploy/host/vgpu.toml");
@@ -248,6 +249,116 @@ fn engines_and_the_devices_of_guests_are_read() {
     let error = guest("auto", "[1]").unwrap().check_devices();
     let error = error.unwrap_err().to_string();
     assert!(error.contains("name the engines"), "{error}");
+}
+
+/// The settings of guests with these keys: alice, bob, and unnamed guests.
+fn with_engines(kind: &str, [alice, bob, unnamed]: [&str; 3]) -> Result<Settings, Problem> {
+    parse(&format!(
+        "[engine]\nkind = {kind}\n[[guest]]\nname = \"alice\"\nuids = [1]\n{alice}\n\
+         [[guest]]\nname = \"bob\"\nuids = [2]\n{bob}\n[unnamed]\n{unnamed}\n"
+    ))
+}
+
+fn kinds(names: &[&str]) -> Vec<EngineKind> {
+    let parsed = names.iter().map(|name| name.parse().expect("an engine"));
+    parsed.collect()
+}
+
+#[test]
+fn engines_of_guests_are_read_by_their_class() {
+    let both = "[\"cpu\", \"cuda:all\"]";
+    let keys = ["engine = \"cuda\"", "", "engine = \"cpu\""];
+    let settings = with_engines(both, keys).unwrap();
+    assert_eq!(settings.check_engines(), Ok(()));
+    // No number is given, and none is known before the engines are chosen.
+    assert_eq!(settings.check_devices(), Ok(()));
+    assert!(settings.devices_of("alice").is_empty());
+    let engines = kinds(&["cpu", "cuda:0", "cuda:1"]);
+    let settings = settings.on_engines(&engines).unwrap();
+    assert_eq!(settings.devices_of("alice"), [1, 2]);
+    assert!(settings.devices_of("bob").is_empty(), "bob has all");
+    let unnamed = settings.unnamed.as_ref().map(|policy| &policy.devices[..]);
+    assert_eq!(unnamed, Some(&[0][..]));
+    // On other engines, as after a restart.
+    let settings = settings.on_engines(&kinds(&["cuda:0", "cpu"])).unwrap();
+    assert_eq!(settings.devices_of("alice"), [0]);
+    let settings = Settings {
+        unnamed: None,
+        ..with_engines("\"auto\"", ["engine = \"auto\"", "", ""]).unwrap()
+    };
+    let settings = settings.on_engines(&kinds(&["cpu", "ggml:/a.so"])).unwrap();
+    assert_eq!(settings.devices_of("alice"), [1]);
+
+    for (key, reason) in [
+        ("engine = \"tpu\"", "expected cuda, ggml, cpu or auto"),
+        ("engine = \"cuda:0\"", "expected cuda, ggml, cpu or auto"),
+        (
+            "engine = \"cpu\"\ndevices = [0]",
+            "`engine` and `devices` exclude each other",
+        ),
+    ] {
+        let problem = with_engines(both, [key, "", ""]).unwrap_err();
+        assert!(problem.reason.contains(reason), "{key}: {problem}");
+        assert_eq!((problem.line, problem.column), (6, 10), "{key}");
+        let problem = with_engines(both, ["", "", key]).unwrap_err();
+        assert!(problem.reason.contains(reason), "{key}: {problem}");
+    }
+}
+
+#[test]
+fn class_of_engines_that_there_are_not_is_refused_with_the_guest_and_the_engines() {
+    let cpu = "engine = \"cpu\"";
+    for (kind, keys, engines, said) in [
+        (
+            "\"cuda:all\"",
+            ["", cpu, ""],
+            &["cuda:0"][..],
+            "guest \"bob\" has engine = \"cpu\", and there is no such engine, only cuda",
+        ),
+        (
+            "[\"cpu\", \"ggml:/a.so:V0\"]",
+            [cpu, "", "engine = \"cuda\""],
+            &["cpu", "ggml:/a.so:V0"],
+            "[unnamed] has engine = \"cuda\", and there is no such engine, only cpu, \
+             ggml:/a.so:V0: name one",
+        ),
+    ] {
+        let settings = with_engines(kind, keys).unwrap();
+        let named = settings.check_engines().unwrap_err().to_string();
+        assert!(named.contains(said), "{named}");
+        let chosen = settings.on_engines(&kinds(engines)).unwrap_err();
+        assert!(chosen.to_string().contains(said), "{chosen}");
+    }
+    // Only the choice of the engines shows it.
+    let settings = with_engines("\"auto\"", ["engine = \"ggml\"", "", ""]).unwrap();
+    assert_eq!(settings.check_engines(), Ok(()));
+    assert!(settings.gives_ggml());
+    let error = settings.on_engines(&kinds(&["cpu"])).unwrap_err();
+    assert_eq!(error.engines, kinds(&["cpu"]));
+    // Unnamed guests that are rejected need no engine.
+    let rejected = ["", "", "accept = false\nengine = \"cuda\""];
+    let settings = with_engines("\"cpu\"", rejected).unwrap();
+    assert_eq!(settings.check_engines(), Ok(()));
+    assert!(settings.on_engines(&kinds(&["cpu"])).is_ok());
+}
+
+/// After a change of `engine.kind`, numbers mean other engines than those that run. A class does
+/// not.
+#[test]
+fn only_numbers_of_devices_are_renumbered_by_other_engines() {
+    let one = kinds(&["cpu"]);
+    let settings = |kind: &str, key: &str| {
+        let settings = with_engines(kind, [key, "", ""]).unwrap();
+        settings.on_engines(&one).unwrap()
+    };
+    let running = settings("\"cpu\"", "");
+    let other = "[\"cpu\", \"cuda:0\"]";
+    assert!(settings(other, "devices = [0]").renumbers_devices(&running));
+    assert!(!settings("\"cpu\"", "devices = [0]").renumbers_devices(&running));
+    assert!(!settings(other, "engine = \"cpu\"").renumbers_devices(&running));
+    let of_class = settings("\"cpu\"", "engine = \"cpu\"");
+    assert!(!settings(other, "engine = \"auto\"").renumbers_devices(&of_class));
+    assert!(settings(other, "devices = [0]").renumbers_devices(&of_class));
 }
 
 proptest::proptest! {

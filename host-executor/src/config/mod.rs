@@ -9,6 +9,6 @@ mod settings;
 pub use file::{LoadError, Problem};
 pub(crate) use settings::is_guest_name;
 pub use settings::{
-    DEFAULT_CONTROL_PATH, DEFAULT_PATH, DeviceNumberError, GuestSettings, LogFormat,
-    MetricsAddress, ParseLogFormatError, ParseMetricsAddressError, Settings, VmDevice,
+    DEFAULT_CONTROL_PATH, DEFAULT_PATH, DeviceNumberError, GuestEngineError, GuestSettings,
+    LogFormat, MetricsAddress, ParseLogFormatError, ParseMetricsAddressError, Settings, VmDevice,
 };

@@ -12,7 +12,7 @@ use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::endpoint::DEFAULT_UNIX_PATH;
 use vgpu_transport::link::socket_file::DEFAULT_MODE;
 
-use crate::engine::{EngineKind, EngineList};
+use crate::engine::{EngineChoice, EngineKind, EngineList};
 use crate::policy::Policy;
 use crate::tenant_registry::{GuestRule, Rules};
 use crate::vm::VmOptions;
@@ -140,11 +140,35 @@ pub struct DeviceNumberError {
     pub engine: EngineKind,
 }
 
+/// The configuration gives a guest engines of a class that the executor does not have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{guest} has engine = \"{choice}\", and there is no such engine, only {}: name one in \
+     engine.kind (--engine), or change that key of the guest",
+    names(engines)
+)]
+pub struct GuestEngineError {
+    /// The guest, such as `guest "a"`.
+    pub guest: String,
+    /// The class.
+    pub choice: EngineChoice,
+    /// The engines that there are.
+    pub engines: Vec<EngineKind>,
+}
+
+fn names(engines: &[EngineKind]) -> String {
+    let names: Vec<String> = engines.iter().map(EngineKind::to_string).collect();
+    names.join(", ")
+}
+
 /// A guest that the configuration names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestSettings {
     /// How the guest is identified, and its limits.
     pub rule: GuestRule,
+    /// The class of the engines that the guest has. `None`: the policy names its devices by their
+    /// number, or the guest has all.
+    pub engine: Option<EngineChoice>,
     /// Listeners for this guest only.
     pub listen: Vec<Endpoint>,
     /// Permissions of the unix sockets among them.
@@ -164,10 +188,36 @@ impl GuestSettings {
                 certificates: Vec::new(),
                 policy: Policy::default(),
             },
+            engine: None,
             listen: Vec::new(),
             mode: DEFAULT_MODE,
             vm: None,
         }
+    }
+}
+
+/// All unnamed guests, for people: the table of the configuration.
+const UNNAMED: &str = "[unnamed]";
+
+/// A guest with a name, for people.
+fn named_guest(name: &str) -> String {
+    format!("guest {name:?}")
+}
+
+/// The devices of a guest that is given the engines of a class. At least one.
+fn devices_of_class(
+    guest: String,
+    choice: EngineChoice,
+    engines: &[EngineKind],
+) -> Result<Vec<usize>, GuestEngineError> {
+    let devices = choice.positions(engines);
+    match devices.is_empty() {
+        false => Ok(devices),
+        true => Err(GuestEngineError {
+            guest,
+            choice,
+            engines: engines.to_vec(),
+        }),
     }
 }
 
@@ -233,6 +283,9 @@ pub struct Settings {
     pub weights_cache: Option<CacheOptions>,
     /// Limits of an unnamed guest. `None`: unnamed guests are rejected.
     pub unnamed: Option<Policy>,
+    /// The class of the engines that unnamed guests have. `None`: the policy names their devices by
+    /// their number, or they have all.
+    pub unnamed_engine: Option<EngineChoice>,
     /// With a process for each program of unnamed guests: such processes of one origin. `None`: a
     /// quarter of those that the memory is enough for, but at least 4; three quarters of
     /// `max_guests` where no memory is divided.
@@ -268,6 +321,7 @@ impl Default for Settings {
             share_weights: Sharing::default(),
             weights_cache: None,
             unnamed: Some(Policy::default()),
+            unnamed_engine: None,
             unnamed_programs: None,
             guests: Vec::new(),
         }
@@ -299,8 +353,7 @@ impl Settings {
         let kinds = self.engines.kinds().iter();
         let mut chosen =
             kinds.filter(|kind| matches!(kind, EngineKind::Auto | EngineKind::AnyGgml));
-        let given = { self.guests_by_name() }.find(|(_, policy)| !policy.devices.is_empty());
-        match (given, chosen.next()) {
+        match (self.numbered_devices().next(), chosen.next()) {
             (Some((guest, _)), Some(engine)) => Err(DeviceNumberError {
                 guest,
                 engine: engine.clone(),
@@ -309,25 +362,78 @@ impl Settings {
         }
     }
 
-    /// Whether other engines are named than in `running`, which need a restart, and a guest has
-    /// other devices, whose numbers mean the new engines.
-    pub fn renumbers_devices(&self, running: &Settings) -> bool {
-        let devices = |settings: &Settings| -> Vec<(String, Vec<usize>)> {
-            let guests = settings.guests_by_name();
-            let given = guests.filter(|(_, policy)| !policy.devices.is_empty());
-            given
-                .map(|(guest, policy)| (guest, policy.devices.clone()))
-                .collect()
-        };
-        self.engines != running.engines && devices(self) != devices(running)
+    /// Checks that the engines that are named can have one for each guest that is given engines of
+    /// a class.
+    ///
+    /// # Errors
+    /// [`GuestEngineError`]: none of them can.
+    pub fn check_engines(&self) -> Result<(), GuestEngineError> {
+        let named = self.engines.kinds();
+        for (guest, choice, _) in self.guests_by_name() {
+            if let Some(choice) = choice
+                && !choice.may_be_among(named)
+            {
+                return Err(GuestEngineError {
+                    guest,
+                    choice,
+                    engines: named.to_vec(),
+                });
+            }
+        }
+        Ok(())
     }
 
-    /// The limits of each guest, and of unnamed ones, with a text for people.
-    fn guests_by_name(&self) -> impl Iterator<Item = (String, &Policy)> {
-        let named = self.guests.iter().map(|guest| &guest.rule);
-        let named = named.map(|rule| (format!("guest {:?}", rule.name), &rule.policy));
-        let unnamed = self.unnamed.iter();
-        named.chain(unnamed.map(|policy| ("[unnamed]".to_owned(), policy)))
+    /// Whether a guest is given the engines over backends of ggml. An executor has such engines
+    /// only if guests are isolated or trusted.
+    pub fn gives_ggml(&self) -> bool {
+        let mut choices = self.guests_by_name().filter_map(|(_, choice, _)| choice);
+        choices.any(|choice| choice == EngineChoice::Ggml)
+    }
+
+    /// These settings on an executor with these engines: a guest that is given engines of a class
+    /// has their devices.
+    ///
+    /// # Errors
+    /// [`GuestEngineError`]: the executor has none of the class of a guest.
+    pub fn on_engines(mut self, engines: &[EngineKind]) -> Result<Settings, GuestEngineError> {
+        for guest in &mut self.guests {
+            if let Some(choice) = guest.engine {
+                let name = named_guest(&guest.rule.name);
+                guest.rule.policy.devices = devices_of_class(name, choice, engines)?;
+            }
+        }
+        if let (Some(choice), Some(policy)) = (self.unnamed_engine, &mut self.unnamed) {
+            policy.devices = devices_of_class(UNNAMED.to_owned(), choice, engines)?;
+        }
+        Ok(self)
+    }
+
+    /// Whether other engines are named than in `running`, which need a restart, and a guest has
+    /// other devices by their number, which mean the new engines.
+    pub fn renumbers_devices(&self, running: &Settings) -> bool {
+        self.engines != running.engines && !self.numbered_devices().eq(running.numbered_devices())
+    }
+
+    /// The guests that are given devices by their number, with these devices. The class of a
+    /// guest's engines names no numbers.
+    fn numbered_devices(&self) -> impl Iterator<Item = (String, &[usize])> {
+        let guests = self.guests_by_name();
+        guests.filter_map(|(guest, choice, policy)| {
+            let is_numbered = choice.is_none() && !policy.devices.is_empty();
+            is_numbered.then_some((guest, &policy.devices[..]))
+        })
+    }
+
+    /// The class of the engines and the limits of each guest, and of unnamed ones, with a text for
+    /// people.
+    fn guests_by_name(&self) -> impl Iterator<Item = (String, Option<EngineChoice>, &Policy)> {
+        let named = self.guests.iter();
+        let named = named.map(|guest| {
+            let name = named_guest(&guest.rule.name);
+            (name, guest.engine, &guest.rule.policy)
+        });
+        let (choice, unnamed) = (self.unnamed_engine, self.unnamed.iter());
+        named.chain(unnamed.map(move |policy| (UNNAMED.to_owned(), choice, policy)))
     }
 
     /// Which guests are served, with which limits.

@@ -1,5 +1,6 @@
 //! Starts the engine that the configuration names.
 
+mod choice;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod discover;
@@ -15,6 +16,7 @@ use tracing::info;
 use vgpu_cpu::{CpuEngine, Threads};
 use vgpu_engine::Engine;
 
+pub use choice::{EngineChoice, ParseEngineChoiceError};
 #[cfg(feature = "cuda")]
 pub use cuda::{
     KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, fingerprint,

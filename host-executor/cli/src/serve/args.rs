@@ -351,6 +351,7 @@ impl Args {
         settings.metrics = self.metrics.clone().or(settings.metrics);
         settings.metrics_allow_remote |= self.metrics_allow_remote;
         settings.check_devices()?;
+        settings.check_engines()?;
         if let Some(address) = &settings.metrics {
             address.check_remote(settings.metrics_allow_remote)?;
         }

@@ -37,6 +37,7 @@ pub(crate) use isolated::{WorkerArgs, run_worker};
 /// Checks what `vgpu serve` reads before it opens a socket: the log filter and the certificates.
 pub(crate) fn check(settings: &Settings) -> anyhow::Result<()> {
     settings.check_devices()?;
+    settings.check_engines()?;
     logging::check(settings)?;
     Listeners::new(settings)?.check_identities(settings)
 }
@@ -104,6 +105,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let observers = observe::bind(&settings)?.start(&dumps)?;
         // Its workers and the processes of its virtual machines get the engines by name.
         let engine = choose()?;
+        let settings = settings.on_engines(&engine.engines)?;
         // Has no engine, and processes that are to end in order.
         serving.begin();
         let observed = (observers, &dumps);
@@ -118,6 +120,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             (sockets, observers, choose()?)
         }
     };
+    let settings = settings.on_engines(&engine.engines)?;
     single::run(
         args,
         settings,

@@ -294,12 +294,28 @@ fn watch_gpus(_: &Server, _: &[EngineKind]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that the numbers of devices in a configuration mean the running engines. Those of added
-/// guests do: these guests were added to this process.
-pub(super) fn check_devices(file: &Settings, running: &Settings) -> anyhow::Result<()> {
-    let mut file = file.clone();
-    file.keep_until_restart(running);
-    Ok(file.check_devices()?)
+/// The settings of a configuration on the running engines, which are `engines`. Checks that the
+/// numbers of devices mean these engines. Those of added guests do: these guests were added to this
+/// process.
+///
+/// # Errors
+/// A number of a device means no engine, or a guest is given engines of a class that does not run.
+pub(super) fn on_running_engines(
+    file: Settings,
+    running: &Settings,
+    engines: &[EngineKind],
+) -> anyhow::Result<Settings> {
+    let mut kept = file.clone();
+    kept.keep_until_restart(running);
+    kept.check_devices()?;
+    let has_other_engines = file.engines != running.engines;
+    let on_engines = file.on_engines(engines);
+    Ok(match has_other_engines {
+        true => {
+            on_engines.context("engine.kind has changed, which takes effect after a restart")?
+        }
+        false => on_engines?,
+    })
 }
 
 /// Limits the programs that are served at once, and divides the host memory among guests.
@@ -325,8 +341,7 @@ fn reload(
         confined,
         engines,
     } = changeable;
-    let mut wanted = args.settings()?;
-    check_devices(&wanted, running)?;
+    let mut wanted = on_running_engines(args.settings()?, running, engines)?;
     added.add_to(&mut wanted)?;
     let late = wanted.needs_restart(running);
     ensure!(

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value as Json;
+use vgpu_transport::wire::{DeviceCount, Reply};
 
 use crate::common::TIMEOUT;
 use crate::served::site::{ALICE, BOB, Site, fails, figures, work};
@@ -82,6 +83,117 @@ fn reload_applies_to_connected_guests() {
         log.contains("listening on unix:") && log.contains("no longer"),
         "{log}"
     );
+}
+
+/// A class of engines is the guest's devices, at the start and after a reload. The driver is the
+/// stand-in.
+#[test]
+#[cfg_attr(
+    not(feature = "cuda"),
+    ignore = "one of the engines is the CUDA engine"
+)]
+fn guests_have_the_engines_of_their_class() {
+    let scratch = Scratch::new("guest-engines");
+    let path = scratch.path().join("vgpu.toml");
+    let file = path.to_str().expect("text");
+    let write = |kind: &str, alice: &str| {
+        let config = format!(
+            "engine.kind = {kind}\nengine.memory = \"64M\"\nengine.threads = 1\n\
+             server.listen = [\"unix:DIR/vgpu.sock\"]\n\
+             [[guest]]\nname = \"bob\"\nlisten = [\"unix:DIR/bob.sock\"]\nengine = \"auto\"\n\
+             [[guest]]\nname = \"alice\"\nlisten = [\"unix:DIR/alice.sock\"]\n{alice}\n"
+        );
+        fs::write(&path, Site::text(scratch.path(), &config)).expect("a file");
+    };
+    let on_standin = |mut command: Command| {
+        command
+            .env(
+                "LD_LIBRARY_PATH",
+                vgpu_driver_standin::folder().expect("the library"),
+            )
+            .env("VGPU_STANDIN_SMS", "3")
+            .env("VGPU_STANDIN_DEVICES", "L4,H100")
+            // No folder, so that the kernels are not checked at the start.
+            .env("VGPU_CACHE", "/dev/null");
+        command
+    };
+    let serve = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+        command.args(["serve", "--config", file]);
+        command.env_remove("VGPU_LOG");
+        on_standin(command)
+    };
+    let check = || {
+        let output = on_standin(vgpu(&["check-config", file])).output();
+        let output = output.expect("the command starts");
+        let said = [output.stdout, output.stderr].concat();
+        (
+            output.status.success(),
+            String::from_utf8(said).expect("text"),
+        )
+    };
+    let both = "[\"cpu\", \"cuda:0\"]";
+    let none = "guest \"alice\" has engine = \"ggml\", and there is no such engine, only cpu, \
+                cuda:0: ";
+    // Without a start, and without one of the engines.
+    write(both, "engine = \"ggml\"");
+    for said in [check().1, fails(&mut serve())] {
+        assert!(said.contains(none), "{said}");
+    }
+    write(both, "engine = \"cpu\"\ndevices = [0]");
+    let (is_valid, said) = check();
+    let reason = "vgpu.toml:14:10: `engine` and `devices` exclude each other";
+    assert!(!is_valid && said.contains(reason), "{said}");
+
+    write(both, "engine = \"cpu\"");
+    let (is_valid, said) = check();
+    assert!(is_valid, "{said}");
+    let site = Serve::of(serve());
+    // The engine of the guest's first device, and how many devices it has.
+    let engine_of = |socket: &str| {
+        let mut guest = site.connect(&scratch.path().join(socket));
+        let Reply::Welcome {
+            engine, devices, ..
+        } = guest.hello()
+        else {
+            unreachable!("hello() has checked it")
+        };
+        work(&mut guest);
+        (engine, devices)
+    };
+    let one = |engine: &str| (engine.to_owned(), DeviceCount(1));
+    assert_eq!(engine_of("alice.sock"), one("cpu"));
+    assert_eq!(engine_of("bob.sock"), one("cuda:0"));
+    // Without the key, a guest has all.
+    let all = ("cpu".to_owned(), DeviceCount(2));
+    assert_eq!(engine_of("vgpu.sock"), all);
+
+    let control = scratch.path().join("control.sock");
+    let control = control.to_str().expect("text");
+    let reload = || vgpu(&["reload", "--control", control]);
+    write(both, "engine = \"cuda\"");
+    let output = reload().output().expect("the command starts");
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(engine_of("alice.sock"), one("cuda:0"));
+    // A reload has the engines that run, also if the configuration names others.
+    let with_ggml = "[\"cpu\", \"cuda:0\", \"ggml:/nowhere/libggml-vulkan.so\"]";
+    for (kind, words) in [
+        (both, "is unchanged"),
+        (with_ggml, "takes effect after a restart"),
+    ] {
+        write(kind, "engine = \"ggml\"");
+        let said = fails(&mut reload());
+        assert!(said.contains(none) && said.contains(words), "{said}");
+        assert_eq!(engine_of("alice.sock"), one("cuda:0"));
+    }
+    write(with_ggml, "engine = \"cpu\"");
+    let output = reload().output().expect("the command starts");
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(engine_of("alice.sock"), one("cpu"));
+    write(both, "");
+    let output = reload().output().expect("the command starts");
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(engine_of("alice.sock"), all);
 }
 
 #[test]

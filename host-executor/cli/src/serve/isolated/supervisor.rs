@@ -34,7 +34,7 @@ use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
 use crate::serve::observe::StartedObservers;
 use crate::serve::sandboxing::{self, Confined, REMEDY};
-use crate::serve::single::check_devices;
+use crate::serve::single::on_running_engines;
 use crate::serve::trim_pages::{self, Scope};
 use crate::serve::unused;
 
@@ -338,8 +338,7 @@ fn reload(
         memory,
         host_memory: (all, of_a_worker),
     } = changeable;
-    let mut wanted = args.settings()?;
-    check_devices(&wanted, running)?;
+    let mut wanted = on_running_engines(args.settings()?, running, engines)?;
     added.add_to(&mut wanted)?;
     let mut late = wanted.needs_restart(running);
     if machines(args, &wanted) != machines(args, running) {
