@@ -9,6 +9,7 @@ mod common;
 use std::sync::Arc;
 
 use changed_backend::{Changes, changed_backend};
+use common::log::{keep, lines_with};
 use common::{Build, Guest, Host};
 use vgpu_engine::{EngineError, MemoryInfo, Turn};
 use vgpu_executor::engine::{EngineKind, GgmlBackend, start};
@@ -106,6 +107,7 @@ fn memory_that_other_programs_of_the_host_use_is_not_free() {
 /// Only a guest that leaves zeros behind its rows may have them read there.
 #[test]
 fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {
+    keep();
     let folder = tempfile::tempdir().unwrap();
     let changes = Changes {
         reads_rows: true,
@@ -141,6 +143,12 @@ fn quantised_rows_of_an_old_guest_are_multiplied_by_the_cpu_engine() {
             used.other_nodes - before.other_nodes,
         );
         assert_eq!(nodes, (on_device, 1 - on_device), "{version}");
+        // The end of the session says so, for all sessions so far.
+        drop(guest);
+        host.wait_until_empty();
+        let all = 1 + on_device;
+        let line = format!("engine ggml:CPU: the CPU engine has computed 1 of {all} nodes (");
+        assert_eq!(lines_with(&line).len(), 1, "{version}");
     }
 }
 

@@ -12,6 +12,7 @@
 //! - `run`: the loop that receives requests and sends replies.
 //! - `answer`: what a request calls for. `error`: why sessions end. `end_check`: whether a session
 //!   is to end while it does long work. `outside`: how much it works outside of turns.
+//!   `fallback_line`: what its engine has left to the CPU engine, for the log.
 #![forbid(unsafe_code)]
 
 mod answer;
@@ -21,6 +22,7 @@ mod dispatch;
 mod end_check;
 mod error;
 mod extent_upload;
+mod fallback_line;
 mod graphs;
 mod outside;
 mod run;

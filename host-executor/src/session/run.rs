@@ -16,6 +16,7 @@ use vgpu_transport::wire::{MAX_FIRST_MESSAGE, ProtocolVersion, Reply, Request};
 use super::answer::{Answer, ReadRange, Submitted};
 use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
+use super::fallback_line::fallback_line;
 use super::state::{Session, observe_turn};
 use crate::activity::ThreadState;
 use crate::lock::expect_unlocked;
@@ -125,9 +126,17 @@ impl Session {
         let stats = self.stats();
         let guest = self.guest().map(str::to_owned);
         let log = Arc::clone(&self.log);
+        // Programs that compute nothing, such as `vgpu wait`, have added nothing to the figures.
+        let has_computed = stats.graphs_run > 0;
+        let fallback = has_computed.then(|| fallback_line(self.engine.as_ref()));
         self.free();
         let passes = log.passes(Instant::now());
         log_end(&stats, guest.as_deref(), link, (start, passes), &end);
+        if let Some(line) = fallback.flatten()
+            && log.passes(Instant::now())
+        {
+            info!("{line}");
+        }
         end
     }
 
