@@ -37,7 +37,7 @@ use crate::lock::Rank;
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
-use segments::{Backing, COPIED_AT_ONCE, CopyBudget, Segment, WeightRegionState};
+use segments::{ALIGN, Backing, COPIED_AT_ONCE, CopyBudget, Segment, WeightRegionState};
 use vgpu_engine::{CopyAccount, EngineError, Extent};
 
 /// The memory of a buffer for weights.
@@ -286,7 +286,8 @@ impl WeightRegion {
     }
 
     /// Replaces the bytes at `offset` by those of `extent`; they lie inside. Returns the number of
-    /// bytes that are now shared. Frozen memory must already have the same bytes there.
+    /// bytes that are now shared: none if tensors would be aligned in another way than in one
+    /// region. Frozen memory must already have the same bytes there.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if overlapping segments cannot be merged;
@@ -319,7 +320,8 @@ impl WeightRegion {
         let is_inside = |(&start, segment): (&u64, &Segment)| {
             range.start <= start && start + segment.len <= range.end
         };
-        if !state.touched(&range).all(is_inside) {
+        let is_aligned = offset % ALIGN == extent.offset % ALIGN;
+        if !is_aligned || !state.touched(&range).all(is_inside) {
             // Bytes that were merged for a plan stay contiguous.
             if state.is_frozen {
                 return Ok(0);

@@ -15,6 +15,10 @@ use vgpu_engine::{CopyAccount, EngineError, MAX_COPIES};
 /// Bytes that are copied between two questions whether the work is cancelled: a millisecond.
 pub(super) const COPIED_AT_ONCE: u64 = 4 << 20;
 
+/// The alignment of tensors. Places of bytes in memory and in their buffer are equal modulo this, so
+/// that a tensor in a segment is aligned as in one region.
+pub(super) const ALIGN: u64 = 256;
+
 /// The state of a buffer for weights.
 #[derive(Default)]
 pub(super) struct WeightRegionState {
@@ -43,8 +47,12 @@ pub(super) struct Segment {
 pub(super) enum Backing {
     /// In the base of this or another buffer, read-only.
     Shared(Arc<CpuExtent>),
-    /// In a region of their own.
-    Own { region: Region, _charge: CopyCharge },
+    /// In a region of their own, from byte `lead` on.
+    Own {
+        region: Region,
+        lead: u64,
+        _charge: CopyCharge,
+    },
 }
 
 /// What the regions of a buffer besides its base are charged to.
@@ -235,14 +243,16 @@ impl WeightRegionState {
             base.touch(&all);
             (base.at(all.start), None)
         } else {
-            let len = all.end - all.start;
+            let lead = all.start % ALIGN;
+            let len = lead + all.end - all.start;
             let charge = copies.take(whole_pages(len))?;
             match Region::for_budget(charge.of_engine.budget(), len as usize) {
                 None => return Err(charge.refused()),
                 Some(region) => (
-                    region.as_ptr(),
+                    region.as_ptr().wrapping_add(lead as usize),
                     Some(Backing::Own {
                         region,
+                        lead,
                         _charge: charge,
                     }),
                 ),
@@ -357,7 +367,9 @@ impl Segment {
     pub(super) fn at(&self, offset: u64) -> *mut u8 {
         match &self.backing {
             Backing::Shared(extent) => extent.base.at(extent.offset + offset),
-            Backing::Own { region, .. } => region.as_ptr().wrapping_add(offset as usize),
+            Backing::Own { region, lead, .. } => {
+                region.as_ptr().wrapping_add((lead + offset) as usize)
+            }
         }
     }
 }

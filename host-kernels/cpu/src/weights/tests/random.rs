@@ -7,7 +7,7 @@ use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
 use crate::weights::CpuExtent;
 use crate::weights::extent::BaseRegion;
-use crate::weights::segments::Backing;
+use crate::weights::segments::{ALIGN, Backing};
 use vgpu_engine::{Extent, Memory};
 use vgpu_gguf::Rng;
 
@@ -33,8 +33,13 @@ fn random_accesses_keep_contents_and_no_page_without_a_buffer() {
 fn random_accesses(seed: u64) {
     let mut random = Rng::new(seed, 0);
     let mut next = |below: u64| random.below(below);
-    // Every second run uses whole pages, so that the count of pages is exact.
-    let unit = if seed.is_multiple_of(2) { page() } else { 256 };
+    // Every second run uses whole pages, so that the count of pages is exact. In every fourth one,
+    // extents begin anywhere.
+    let unit = match seed % 4 {
+        0 | 2 => page(),
+        1 => 256,
+        _ => 100,
+    };
     let size = PAGES * page();
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let mut bases: Vec<Arc<BaseRegion>> = Vec::new();
@@ -117,7 +122,8 @@ fn random_accesses(seed: u64) {
             }
             10 => {
                 // The address of bytes in several places.
-                buffers[which].memory.locate(start, len, &|| false).unwrap();
+                let at = buffers[which].memory.locate(start, len, &|| false);
+                assert_eq!(at.unwrap() as u64 % ALIGN, start % ALIGN, "{start} {len}");
             }
             _ => {
                 let known = next(extents.len().max(1) as u64) as usize;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::{PAGES, base, content, filled, held, read, shared, weights};
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
+use crate::weights::segments::ALIGN;
 use vgpu_engine::Memory;
 
 #[test]
@@ -41,6 +42,36 @@ fn two_buffers_share_bytes_and_do_not_see_writes_of_each_other() {
     let mut original = vec![0; len as usize];
     extent.read(0, &mut original).unwrap();
     assert!(original == bytes[256..][..len as usize]);
+}
+
+/// A guest may name any bytes as an extent, and attach them at any place.
+#[test]
+fn a_tensor_is_aligned_wherever_its_bytes_are() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let bytes = content(PAGES * page());
+    let one = weights(&budget, &bytes);
+    let (offset, len) = (page() + 3, 4 * page());
+    let extent = shared(&one, offset, len);
+    let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    let is_aligned = |memory: &CpuMemory, at: u64| {
+        let address = memory.locate(at, page(), &|| false).unwrap();
+        address as u64 % ALIGN == at % ALIGN
+    };
+    let named = &bytes[offset as usize..][..len as usize];
+    for to in [4 * page(), 4 * page() + 4, 4 * page() + 3] {
+        let is_same = to % ALIGN == offset % ALIGN;
+        let shared = two.attach(to, &extent, &|| false).unwrap();
+        assert_eq!(shared, if is_same { len } else { 0 }, "{to}");
+        assert!(read(&two, to, len) == named);
+        assert!(is_aligned(&two, to.next_multiple_of(ALIGN)));
+    }
+    // A copy of all bytes that are shared begins where they begin.
+    one.fill(2 * page(), 10, 1).unwrap();
+    assert!(is_aligned(&one, 2 * page()) && is_aligned(&two, 5 * page()));
+    assert!(read(&two, 4 * page() + 3, len) == named);
+    let mut one_has = bytes;
+    one_has[2 * page() as usize..][..10].fill(1);
+    assert!(read(&one, 0, PAGES * page()) == one_has);
 }
 
 #[test]
