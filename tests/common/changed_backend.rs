@@ -1,7 +1,8 @@
 //! ggml's CPU backend with changes: one that fails at every graph, one that lacks an operator, and
-//! what backends for GPUs do. Such a backend computes later, in a time that is known; it uses more
-//! memory for a result than its elements have; it reads quantised rows in larger units; it computes
-//! nodes together, and does not store what only they read.
+//! what backends for GPUs do. Such a backend computes later, in a time that is known; it has a
+//! queue for graphs, and for copies between them; it uses more memory for a result than its
+//! elements have; it reads quantised rows in larger units; it computes nodes together, and does not
+//! store what only they read.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -57,7 +58,90 @@ static void memset_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor *tens
     real_memset(buffer, tensor, value, offset, size);
 }
 
+// Calls of `set_tensor` and `get_tensor` of buffers, of `set_tensor_async`, `get_tensor_async` and
+// `synchronize`, graphs that were computed, asynchronous copies with memory that is not pinned, and
+// buffers that were freed while something in the queue uses them.
+int calls[8];
+
+enum { SETS, GETS, ASYNC_SETS, ASYNC_GETS, WAITS, GRAPHS, UNPINNED, FREED_EARLY };
+
+static void called(int what) { __atomic_fetch_add(&calls[what], 1, __ATOMIC_RELAXED); }
+
+// What a backend with a queue was given and has not done.
+static struct work {
+    struct ggml_cgraph *graph; // or a copy:
+    struct ggml_tensor *to;
+    const struct ggml_tensor *from;
+    char *host;
+    size_t offset;
+    size_t size;
+} queue[256];
+
+static int queued;
+
+static void (*real_free)(ggml_backend_buffer_t);
+static void (*real_set)(ggml_backend_buffer_t, struct ggml_tensor *, const void *, size_t, size_t);
+static void (*real_get)(ggml_backend_buffer_t, const struct ggml_tensor *, void *, size_t, size_t);
+
+static bool uses(const struct ggml_cgraph *graph, ggml_backend_buffer_t buffer) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            struct ggml_tensor *source = graph->nodes[i]->src[j];
+            if (source && source->buffer == buffer) {
+                return true;
+            }
+        }
+        if (graph->nodes[i]->buffer == buffer) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void free_buffer(ggml_backend_buffer_t buffer) {
+    for (int i = 0; i < queued; i++) {
+        struct work *work = &queue[i];
+        const struct ggml_tensor *tensor = work->to ? work->to : work->from;
+        if (tensor ? tensor->buffer == buffer : uses(work->graph, buffer)) {
+            called(FREED_EARLY);
+        }
+    }
+    real_free(buffer);
+}
+
+// At once, as copies of buffers are: nothing orders them with the queue.
+static void set(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor, const void *from,
+                size_t offset, size_t size) {
+    called(SETS);
+    real_set(buffer, tensor, from, offset, size);
+}
+
+static void get(ggml_backend_buffer_t buffer, const struct ggml_tensor *tensor, void *to,
+                size_t offset, size_t size) {
+    called(GETS);
+    real_get(buffer, tensor, to, offset, size);
+}
+
 static ggml_backend_buffer_t (*real_alloc)(ggml_backend_buffer_type_t, size_t);
+
+// Memory of the host that the device copies from and to by itself.
+static struct ggml_backend_buffer_type host_buffer_type;
+static char *pinned, *pinned_end;
+
+static ggml_backend_buffer_t alloc_host(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_t buffer = real_alloc(&buffer_type, size);
+    if (PINNED) {
+        buffer->buft = buft;
+        pinned = buffer->iface.get_base(buffer);
+        pinned_end = pinned + size;
+        memset(pinned, 0xa5, size);
+    }
+    return buffer;
+}
+
+static ggml_backend_buffer_type_t get_host_buffer_type(ggml_backend_dev_t dev) {
+    return &host_buffer_type;
+}
 
 // As the memory of a GPU, a new buffer has the bytes of whoever had it before.
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
@@ -68,6 +152,14 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         real_memset = buffer->iface.memset_tensor;
         buffer->iface.clear = clear;
         buffer->iface.memset_tensor = memset_tensor;
+    }
+    if (buffer && QUEUES) {
+        real_free = buffer->iface.free_buffer;
+        real_set = buffer->iface.set_tensor;
+        real_get = buffer->iface.get_tensor;
+        buffer->iface.free_buffer = free_buffer;
+        buffer->iface.set_tensor = set;
+        buffer->iface.get_tensor = get;
     }
     return buffer;
 }
@@ -196,7 +288,60 @@ static enum ggml_status compute_later(ggml_backend_t backend, struct ggml_cgraph
     return status;
 }
 
+static void add(struct work work) {
+    if (queued == sizeof(queue) / sizeof(queue[0])) {
+        abort();
+    }
+    queue[queued++] = work;
+}
+
+static void copy_later(struct work work) {
+    if (work.host < pinned || work.host + work.size > pinned_end) {
+        called(UNPINNED);
+    }
+    add(work);
+}
+
+// The bytes are read when the copy is carried out.
+static void set_async(ggml_backend_t backend, struct ggml_tensor *to, const void *from,
+                      size_t offset, size_t size) {
+    called(ASYNC_SETS);
+    copy_later((struct work){.to = to, .host = (char *) from, .offset = offset, .size = size});
+}
+
+static void get_async(ggml_backend_t backend, const struct ggml_tensor *from, void *to,
+                      size_t offset, size_t size) {
+    called(ASYNC_GETS);
+    copy_later((struct work){.from = from, .host = to, .offset = offset, .size = size});
+}
+
+static enum ggml_status compute_queued(ggml_backend_t backend, struct ggml_cgraph *graph) {
+    double begin = now();
+    idle_at = (idle_at < begin ? begin : idle_at) + 1e-6 * NODE_TIME * ggml_graph_n_nodes(graph);
+    add((struct work){.graph = graph});
+    return GGML_STATUS_SUCCESS;
+}
+
+static void carry_out(ggml_backend_t backend) {
+    for (int i = 0; i < queued; i++) {
+        struct work *work = &queue[i];
+        if (work->to) {
+            memcpy((char *) work->to->data + work->offset, work->host, work->size);
+        } else if (work->from) {
+            memcpy(work->host, (char *) work->from->data + work->offset, work->size);
+        } else {
+            called(GRAPHS);
+            if (compute(backend, work->graph) != GGML_STATUS_SUCCESS) {
+                abort();
+            }
+        }
+    }
+    queued = 0;
+}
+
 static void synchronize(ggml_backend_t backend) {
+    called(WAITS);
+    carry_out(backend);
     for (double left = idle_at - now(); left > 0; left = idle_at - now()) {
         usleep(1 + 1e6 * left);
     }
@@ -225,13 +370,29 @@ static enum ggml_status count(ggml_backend_t backend, struct ggml_cgraph *graph)
 // The backends that were made.
 int made;
 
+// Whether the driver refuses further ones.
+int refuses_backends;
+
 static ggml_backend_t init(ggml_backend_dev_t dev, const char *params) {
+    if (refuses_backends) {
+        return NULL;
+    }
     made++;
     ggml_backend_t backend = init_backend(dev, params);
     backend->device = dev;
     real_compute = backend->iface.graph_compute;
     backend->iface.graph_compute = count;
-    backend->iface.synchronize = NODE_TIME ? synchronize : backend->iface.synchronize;
+    backend->iface.synchronize = NODE_TIME || QUEUES ? synchronize : backend->iface.synchronize;
+    if (QUEUES) {
+        // As fast as the time of the nodes says, on any number of processors.
+        ggml_backend_set_n_threads_t set_threads =
+            real->iface.get_proc_address(real, "ggml_backend_set_n_threads");
+        set_threads(backend, 1);
+    }
+    if (COPIES) {
+        backend->iface.set_tensor_async = set_async;
+        backend->iface.get_tensor_async = get_async;
+    }
     return backend;
 }
 
@@ -259,6 +420,9 @@ ggml_backend_reg_t ggml_backend_init(void) {
     buffer_type.iface.get_alloc_size = get_alloc_size;
     real_alloc = buffer_type.iface.alloc_buffer;
     buffer_type.iface.alloc_buffer = alloc_buffer;
+    host_buffer_type = buffer_type;
+    host_buffer_type.iface.alloc_buffer = alloc_host;
+    devices[0].iface.get_host_buffer_type = COPIES ? get_host_buffer_type : NULL;
     devices[0].iface.get_name = get_device_name;
     devices[0].iface.get_buffer_type = get_buffer_type;
     devices[0].iface.get_type = get_type;
@@ -274,6 +438,21 @@ ggml_backend_reg_t ggml_backend_init(void) {
     return &reg;
 }
 "#;
+
+/// What waits in the backend until somebody calls `synchronize`. The library counts calls in
+/// `calls`.
+#[allow(dead_code)] // each test binary uses a part of this module
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Queue {
+    /// Nothing, whatever time nodes take.
+    None,
+    /// Graphs, with `end: "return compute_queued(backend, graph);"`.
+    Graphs,
+    /// Graphs and asynchronous copies, in one order.
+    GraphsAndCopies,
+    /// The same, and there is no pinned memory: the host buffer type gives other memory.
+    WithoutPinned,
+}
 
 /// What of the backend is changed.
 pub(crate) struct Changes<'a> {
@@ -293,6 +472,8 @@ pub(crate) struct Changes<'a> {
     pub(crate) fuses: bool,
     /// What a node takes, in microseconds of a device that computes after the call. 0: as it is.
     pub(crate) node_time: u32,
+    /// What waits in the backend.
+    pub(crate) queue: Queue,
     /// Bytes that other programs use of the device's memory.
     pub(crate) used: u64,
     /// C code that changes what the device says of its memory, in `*free` and `*total`, from the
@@ -305,7 +486,8 @@ pub(crate) struct Changes<'a> {
     pub(crate) kind: &'a str,
     /// The name of the backend.
     pub(crate) name: &'a str,
-    /// The name of the first device. The library counts the backends that it makes in `made`.
+    /// The name of the first device. The library counts the backends that it makes in `made`, and
+    /// makes none while `refuses_backends` is not 0.
     pub(crate) device_name: &'a str,
     /// Whether new buffers have old bytes instead of zeros. The library counts the KiB that are
     /// cleared in `cleared_kib`, and refuses buffers while `refuses` is not 0.
@@ -321,6 +503,7 @@ impl Default for Changes<'_> {
             reads_rows: false,
             fuses: false,
             node_time: 0,
+            queue: Queue::None,
             used: 0,
             later_memory: "",
             devices: 1,
@@ -343,6 +526,12 @@ pub(crate) fn changed_backend(cache: &Path, folder: &Path, changes: &Changes<'_>
         format!("READS_ROWS={}", u8::from(changes.reads_rows)),
         format!("FUSES={}", u8::from(changes.fuses)),
         format!("NODE_TIME={}", changes.node_time),
+        format!("QUEUES={}", u8::from(changes.queue != Queue::None)),
+        format!(
+            "COPIES={}",
+            u8::from(changes.queue >= Queue::GraphsAndCopies)
+        ),
+        format!("PINNED={}", u8::from(changes.queue != Queue::WithoutPinned)),
         format!("USED={}", changes.used),
         format!(
             "LATER_MEMORY=static int asked; if (asked++ > 0) {{ {} }}",
