@@ -11,6 +11,7 @@ use vgpu_transport::ir::{ROW_UNIT, Type};
 use vgpu_transport::lock::lock;
 
 use crate::library::Functions;
+use crate::staging::Staging;
 
 /// Bytes behind the end of a buffer. Kernels of ggml read the last row of quantised weights up to
 /// the next [`ROW_UNIT`] elements, also if the guest has not left them behind the row.
@@ -44,6 +45,9 @@ pub(crate) struct Allocator {
     /// Whether a buffer that a graph has used was freed since
     /// [`has_freed`](Allocator::has_freed) was called.
     has_freed: AtomicBool,
+    /// Through which small copies go in the order of the backend's queue, if the device can do
+    /// that.
+    staging: Option<Arc<Staging>>,
 }
 
 // SAFETY: the buffer type and the device are constant objects of the backend, and their functions
@@ -118,7 +122,22 @@ impl Allocator {
             }),
             is_host,
             has_freed: AtomicBool::new(false),
+            staging: None,
         }
+    }
+
+    /// With memory through which small copies go in the order of the backend's queue.
+    pub(crate) fn with_staging(self, staging: Option<Staging>) -> Allocator {
+        Allocator {
+            staging: staging.map(Arc::new),
+            ..self
+        }
+    }
+
+    /// Through which small copies go in the order of the backend's queue, if the device can do
+    /// that.
+    pub(crate) fn staging(&self) -> Option<&Arc<Staging>> {
+        self.staging.as_ref()
     }
 
     /// A buffer was freed in which a graph had tensors.

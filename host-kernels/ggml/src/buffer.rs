@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 use vgpu_engine::EngineError;
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{self, LockRank, lock, lock_at};
 
 use crate::allocator::{Allocator, Reservation, allocation_size};
+use crate::staging::{MAX_SLOTS_OF_BUFFER, MAX_WRITE, StagedBytes};
 use crate::tensors;
 
 /// The bytes that are filled at a time where the backend has no function for it.
@@ -24,6 +25,26 @@ fn whole_words(range: Range<u64>) -> Range<u64> {
     begin..end.max(begin)
 }
 
+/// The rank of the writes of a buffer that wait, under which slots are taken and the backend may
+/// log. Whoever has the backend of the device asks for them.
+#[derive(Debug, Clone, Copy)]
+struct StagedRank;
+
+impl LockRank for StagedRank {
+    fn level(self) -> usize {
+        lock::DEVICES + 1
+    }
+}
+
+const _: () = assert!(lock::DEVICES + 1 < lock::LEVELS);
+
+/// A write that waits.
+pub(crate) struct StagedWrite {
+    /// The first byte in the buffer.
+    pub(crate) offset: u64,
+    pub(crate) bytes: StagedBytes,
+}
+
 /// A buffer of a device.
 pub(crate) struct DeviceBuffer {
     allocator: Arc<Allocator>,
@@ -33,6 +54,10 @@ pub(crate) struct DeviceBuffer {
     size: u64,
     /// Whether a graph of the backend has tensors here.
     is_used: AtomicBool,
+    /// Writes that are not in the buffer yet, in their order.
+    staged: Mutex<Vec<StagedWrite>>,
+    /// Whether there are any.
+    has_staged: AtomicBool,
     /// Given back after the buffer, as fields are dropped.
     reserved: Mutex<Reservation>,
 }
@@ -101,6 +126,8 @@ impl DeviceBuffer {
             buffer,
             size,
             is_used: AtomicBool::new(false),
+            staged: Mutex::default(),
+            has_staged: AtomicBool::new(false),
             reserved: Mutex::new(reserved),
         };
         let outcome = match base.is_null() {
@@ -167,7 +194,7 @@ impl DeviceBuffer {
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`].
-    fn check(&self, offset: u64, len: u64) -> Result<(), EngineError> {
+    pub(crate) fn check(&self, offset: u64, len: u64) -> Result<(), EngineError> {
         vgpu_engine::check_range(offset, len, self.size)
     }
 
@@ -178,7 +205,63 @@ impl DeviceBuffer {
     /// function.
     pub(crate) fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
         self.check(offset, data.len() as u64)?;
+        self.write_staged()?;
         self.write_inside(offset, data)
+    }
+
+    /// Writes `data` at `offset`, or keeps a copy of a small `data` that is written later: before
+    /// anything else that this object does with the bytes of the buffer, or by a plan, which
+    /// [takes](DeviceBuffer::take_staged) the writes. Does not wait for the device then.
+    ///
+    /// # Errors
+    /// As [`write`](DeviceBuffer::write).
+    pub(crate) fn write_later(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        self.check(offset, data.len() as u64)?;
+        let staging = self.allocator.staging();
+        if let Some(staging) = staging.filter(|_| (1..=MAX_WRITE).contains(&data.len())) {
+            let mut staged = lock_at(StagedRank, &self.staged);
+            let slots: usize = staged.iter().map(|write| write.bytes.slots()).sum();
+            if let Some(bytes) = staging.stage(data, MAX_SLOTS_OF_BUFFER.saturating_sub(slots)) {
+                staged.push(StagedWrite { offset, bytes });
+                self.has_staged.store(true, Ordering::Release);
+                return Ok(());
+            }
+        }
+        self.write(offset, data)
+    }
+
+    /// Whether writes wait.
+    pub(crate) fn has_staged(&self) -> bool {
+        self.has_staged.load(Ordering::Acquire)
+    }
+
+    /// Writes what waits.
+    ///
+    /// # Errors
+    /// As [`write`](DeviceBuffer::write).
+    fn write_staged(&self) -> Result<(), EngineError> {
+        if !self.has_staged() {
+            return Ok(());
+        }
+        // Another thread that reads the same bytes waits for the lock.
+        let mut staged = lock_at(StagedRank, &self.staged);
+        for StagedWrite { offset, bytes } in &*staged {
+            self.write_inside(*offset, bytes.bytes())?;
+        }
+        *staged = Vec::new();
+        self.has_staged.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// Takes the writes that wait, in their order: the caller writes them before anything else
+    /// accesses the bytes of the buffer.
+    pub(crate) fn take_staged(&self) -> Vec<StagedWrite> {
+        if !self.has_staged() {
+            return Vec::new();
+        }
+        let mut staged = lock_at(StagedRank, &self.staged);
+        self.has_staged.store(false, Ordering::Release);
+        std::mem::take(&mut *staged)
     }
 
     /// Writes `data` at `offset`, inside of the allocation.
@@ -217,6 +300,7 @@ impl DeviceBuffer {
         if out.is_empty() {
             return Ok(());
         }
+        self.write_staged()?;
         // SAFETY: the buffer exists. The range lies inside `whole` (checked above), and `out` is
         // writable for its length.
         unsafe {
@@ -234,6 +318,7 @@ impl DeviceBuffer {
     /// As [`write`](DeviceBuffer::write).
     pub(crate) fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
         self.check(offset, len)?;
+        self.write_staged()?;
         self.fill_inside(offset..offset + len, value)
     }
 

@@ -1,13 +1,13 @@
 //! A device of a backend: which nodes it computes, and computing graphs.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vgpu_engine::work::Speed;
 use vgpu_ggml_abi as abi;
-use vgpu_transport::lock::{self, LockRank, lock_at};
+use vgpu_transport::lock::{self, Guard, LockRank, lock_at};
 
 use crate::allocator::Allocator;
 use crate::library::Library;
@@ -79,13 +79,22 @@ impl Backend {
         }
         Some(Backend { ggml, raw })
     }
+
+    /// Whether the backend copies to and from tensors in the order of its graphs.
+    pub(crate) fn copies_in_order(&self) -> bool {
+        // SAFETY: the backend exists. Its table does not change.
+        let iface = unsafe { &self.raw.as_ref().iface };
+        iface.synchronize.is_some()
+            && iface.set_tensor_async.is_some()
+            && iface.get_tensor_async.is_some()
+    }
 }
 
 impl Drop for Backend {
     fn drop(&mut self) {
-        // SAFETY: the object owns the backend, which computes nothing: its last user is
-        // `BackendDevice::submit`, which has waited for it, or a `Flight`, which waits when it
-        // ends.
+        // SAFETY: the object owns the backend, which computes and copies nothing: its last user is
+        // `BackendDevice::renew`, which has waited for it, or a `Flight` or `Underway`, which keep
+        // the device and wait for what they have given to the backend.
         unsafe { (self.ggml.functions().backend_free)(self.raw.as_ptr()) };
     }
 }
@@ -170,34 +179,11 @@ impl BackendDevice {
         unsafe { backend.as_ref().iface.synchronize.is_some() }
     }
 
-    /// Gives the backend a graph. All results are in memory after [`BackendDevice::synchronize`].
-    ///
-    /// # Errors
-    /// `enum ggml_status` of the backend.
-    ///
-    /// # Safety
-    /// The graph, its tensors and their buffers must exist, and nothing may access them, until
-    /// [`BackendDevice::synchronize`] has returned.
-    pub(crate) unsafe fn submit(&self, graph: *mut abi::ggml_cgraph) -> Result<(), c_int> {
-        let mut current = lock_at(BackendRank, &self.backend);
-        let has_idle = self.has_idle_work_buffer.swap(false, Ordering::Relaxed);
-        let must_renew = has_idle || self.renews_backend && self.allocator.has_freed();
-        if must_renew && !self.renew(&mut current) {
-            return Err(self.failed());
-        }
-        let backend = current.raw.as_ptr();
-        // SAFETY: the lock makes this the only call. The graph is valid, also after this call until
-        // the backend has computed it (this function's contract).
-        unsafe {
-            let Some(compute) = (*backend).iface.graph_compute else {
-                return Err(self.failed());
-            };
-            let status = compute(backend, graph) as c_int;
-            self.failures.count(status);
-            match status {
-                0 => Ok(()),
-                status => Err(status),
-            }
+    /// The backend, for calls that nobody interrupts.
+    pub(crate) fn queue(&self) -> Queue<'_> {
+        Queue {
+            device: self,
+            current: lock_at(BackendRank, &self.backend),
         }
     }
 
@@ -207,7 +193,10 @@ impl BackendDevice {
         self.wait_for(current);
         let threads = if self.is_cpu { self.threads } else { 0 };
         // SAFETY: the device belongs to the library.
-        match unsafe { Backend::new(self.ggml, self.device, threads) } {
+        let new = unsafe { Backend::new(self.ggml, self.device, threads) };
+        // Plans have left writes to the queue's order.
+        let new = new.filter(|new| self.allocator.staging().is_none() || new.copies_in_order());
+        match new {
             Some(new) => *current = new,
             None => return false,
         }
@@ -224,12 +213,7 @@ impl BackendDevice {
         }
     }
 
-    /// Waits until the backend has computed all that it was given.
-    pub(crate) fn synchronize(&self) {
-        self.wait_for(&lock_at(BackendRank, &self.backend));
-    }
-
-    /// The same for a backend that the caller has the lock of.
+    /// Waits until the backend, which the caller has the lock of, has done all that it was given.
     fn wait_for(&self, backend: &Backend) {
         let raw = backend.raw.as_ptr();
         // SAFETY: the backend exists, and the caller has it alone.
@@ -239,6 +223,105 @@ impl BackendDevice {
                 synchronize(raw);
             }
         }
+    }
+}
+
+/// The backend of a device, which nobody else calls as long as this exists. It does what it is
+/// given in order.
+pub(crate) struct Queue<'a> {
+    device: &'a BackendDevice,
+    current: Guard<'a, Backend>,
+}
+
+impl Queue<'_> {
+    /// Makes the backend ready for a graph: a new one takes its place if the old one keeps memory
+    /// that nobody needs, or must not compute again.
+    ///
+    /// # Errors
+    /// `enum ggml_status`, if the device makes no new backend.
+    pub(crate) fn make_ready(&mut self) -> Result<(), c_int> {
+        let device = self.device;
+        let has_idle = device.has_idle_work_buffer.swap(false, Ordering::Relaxed);
+        let must_renew = has_idle || device.renews_backend && device.allocator.has_freed();
+        match must_renew && !device.renew(&mut self.current) {
+            true => Err(device.failed()),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives the backend a graph. All results are in memory after [`Queue::synchronize`].
+    ///
+    /// # Errors
+    /// `enum ggml_status` of the backend.
+    ///
+    /// # Safety
+    /// The graph, its tensors and their buffers must exist, and nothing may access them, until
+    /// [`Queue::synchronize`] has returned.
+    pub(crate) unsafe fn compute(&mut self, graph: *mut abi::ggml_cgraph) -> Result<(), c_int> {
+        let backend = self.current.raw.as_ptr();
+        // SAFETY: the lock makes this the only call. The graph is valid, also after this call until
+        // the backend has computed it (this function's contract).
+        unsafe {
+            let Some(compute) = (*backend).iface.graph_compute else {
+                return Err(self.device.failed());
+            };
+            let status = compute(backend, graph) as c_int;
+            self.device.failures.count(status);
+            match status {
+                0 => Ok(()),
+                status => Err(status),
+            }
+        }
+    }
+
+    /// Gives the backend a copy of `len` bytes at `from` to byte `offset` of a tensor. Only for a
+    /// backend that [copies in order](Backend::copies_in_order).
+    ///
+    /// # Safety
+    /// The tensor is one of a buffer of the device and has these bytes. It and the bytes at `from`
+    /// must exist, and nothing may change either, until [`Queue::synchronize`] has returned.
+    pub(crate) unsafe fn write(
+        &mut self,
+        to: *mut abi::ggml_tensor,
+        offset: u64,
+        from: *const c_void,
+        len: usize,
+    ) {
+        let backend = self.current.raw.as_ptr();
+        // SAFETY: the lock makes this the only call. For the rest, the contract of this function.
+        unsafe {
+            if let Some(set) = (*backend).iface.set_tensor_async {
+                set(backend, to, from, offset as usize, len);
+            }
+        }
+    }
+
+    /// Gives the backend a copy of `len` bytes from byte `offset` of a tensor to `to`. Only for a
+    /// backend that [copies in order](Backend::copies_in_order).
+    ///
+    /// # Safety
+    /// The tensor is one of a buffer of the device and has these bytes. It and the bytes at `to`,
+    /// which are writable, must exist, and nothing may access the latter, until
+    /// [`Queue::synchronize`] has returned.
+    pub(crate) unsafe fn read(
+        &mut self,
+        from: *const abi::ggml_tensor,
+        offset: u64,
+        to: *mut c_void,
+        len: usize,
+    ) {
+        let backend = self.current.raw.as_ptr();
+        // SAFETY: the lock makes this the only call. For the rest, the contract of this function.
+        unsafe {
+            if let Some(get) = (*backend).iface.get_tensor_async {
+                get(backend, from, to, offset as usize, len);
+            }
+        }
+    }
+
+    /// Waits until the backend has done all that it was given.
+    pub(crate) fn synchronize(&mut self) {
+        self.device.wait_for(&self.current);
     }
 }
 

@@ -24,6 +24,7 @@ use crate::placement::{Placement, RunCounts};
 use crate::plan::{GgmlPlan, compile_bytes};
 use crate::repack::Layouts;
 use crate::segments::{bytes_to_move, max_mappings};
+use crate::staging::Staging;
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
 const MAX_NODE_TIME: Duration = Duration::from_secs(60);
@@ -73,6 +74,24 @@ pub struct GgmlEngine {
     allocator: Arc<Allocator>,
     fallback: Arc<dyn Engine>,
     shares_weights: bool,
+}
+
+/// Memory of the host that the device copies from and to by itself. `None` if it has none.
+///
+/// # Safety
+/// `device` must be a device of `library`.
+unsafe fn staging_of(
+    library: &'static Library,
+    device: NonNull<abi::ggml_backend_device>,
+) -> Option<Staging> {
+    let device = device.as_ptr();
+    // SAFETY: the device object is constant and never freed (this function's contract), and its
+    // function takes the object itself. It gives a buffer type of the library, of the host's
+    // memory, or null.
+    unsafe {
+        let buft = (*device).iface.get_host_buffer_type?(device);
+        NonNull::new(buft).and_then(|buft| Staging::new(library.functions(), buft.as_ptr()))
+    }
 }
 
 impl GgmlEngine {
@@ -159,7 +178,13 @@ impl GgmlEngine {
         let gpu = (!is_cpu && known > 0).then_some(found);
         // SAFETY: both objects are the library's.
         let allocator = unsafe { Allocator::new(library.functions(), buft, gpu, total, is_cpu) };
-        let allocator = Arc::new(allocator);
+        let copies_in_order = !is_cpu && backend.copies_in_order();
+        // SAFETY: the device is one of the library's.
+        let staging = copies_in_order.then(|| unsafe { staging_of(library, found) });
+        if let Some(Some(_)) = staging {
+            info!("small copies go through pinned memory, in the order of the backend's graphs");
+        }
+        let allocator = Arc::new(allocator.with_staging(staging.flatten()));
         // Drivers of other interfaces have no such limit.
         if !name.starts_with("Vulkan") {
             allocator.limit_allocations(u64::MAX);

@@ -13,7 +13,9 @@
 //! - `repack`: weights in a layout for which a backend has faster kernels. `copies`: what a memory
 //!   has of them.
 //! - `room`: memory for results that want more bytes than their elements have.
-//! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for.
+//! - `staging`: memory through which small copies go in the order of the backend's queue.
+//! - `pace`: into which pieces a run is divided. `flight`: pieces that nobody has waited for,
+//!   and reads that come behind them.
 //! - [`GgmlEngine`]: the engine.
 //!
 //! A backend of ggml trusts the content of tensors. A row index out of range ends the process, or
@@ -40,6 +42,7 @@ mod plan;
 mod repack;
 mod room;
 mod segments;
+mod staging;
 mod tensors;
 mod work_buffer;
 

@@ -1,14 +1,16 @@
 //! Memory of a guest: one buffer of a device, or segments that other guests can hold too.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use vgpu_engine::{CopyAccount, EngineError, Extent, Memory, check_range};
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::lock;
 
 use crate::allocator::Allocator;
 use crate::buffer::DeviceBuffer;
 use crate::copies::WeightCopies;
+use crate::flight::Underway;
 use crate::segments::SegmentedMemory;
 
 /// The bytes that are copied at a time between memories, or between parts of one that overlap.
@@ -29,6 +31,8 @@ pub(crate) struct GgmlMemory {
     copies: WeightCopies,
     /// Whether reading is a copy within the host, so that uploads are compared with extents.
     is_host: bool,
+    /// What a plan that uses this memory has left to the device.
+    underway: Mutex<Option<Arc<Underway>>>,
 }
 
 impl GgmlMemory {
@@ -45,6 +49,7 @@ impl GgmlMemory {
             storage: Storage::Whole(DeviceBuffer::alloc(allocator, size)?),
             copies: WeightCopies::new(allocator, size),
             is_host,
+            underway: Mutex::default(),
         })
     }
 
@@ -68,6 +73,7 @@ impl GgmlMemory {
             storage: Storage::Segments(segments),
             copies: WeightCopies::new(allocator, buffer.size()),
             is_host: instead.is_host,
+            underway: Mutex::default(),
         }))
     }
 
@@ -95,6 +101,29 @@ impl GgmlMemory {
     /// Where the bytes are.
     pub(crate) fn storage(&self) -> &Storage {
         &self.storage
+    }
+
+    /// The buffer, if the memory is one.
+    pub(crate) fn buffer(&self) -> Option<&DeviceBuffer> {
+        match &self.storage {
+            Storage::Whole(buffer) => Some(buffer),
+            Storage::Segments(_) => None,
+        }
+    }
+
+    /// A plan that uses this memory has left work to the device: reads come behind it.
+    pub(crate) fn begin_underway(&self, work: &Arc<Underway>) {
+        *lock(&self.underway) = Some(Arc::clone(work));
+    }
+
+    /// The device has done this work.
+    pub(crate) fn end_underway(&self, work: &Arc<Underway>) {
+        lock(&self.underway).take_if(|underway| Arc::ptr_eq(underway, work));
+    }
+
+    /// What a plan that uses this memory has left to the device.
+    pub(crate) fn underway(&self) -> Option<Arc<Underway>> {
+        lock(&self.underway).clone()
     }
 
     /// The copies of the weights in other layouts.
@@ -133,15 +162,24 @@ impl Memory for GgmlMemory {
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
         self.copies.written(offset, data.len() as u64);
         match &self.storage {
-            Storage::Whole(buffer) => buffer.write(offset, data),
+            Storage::Whole(buffer) => buffer.write_later(offset, data),
             Storage::Segments(segments) => segments.write(offset, data),
         }
     }
 
     fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+        let underway = self.underway();
         match &self.storage {
-            Storage::Whole(buffer) => buffer.read(offset, out),
-            Storage::Segments(segments) => segments.read(offset, out),
+            Storage::Whole(buffer) => match underway {
+                Some(underway) => underway.read(buffer, offset, out),
+                None => buffer.read(offset, out),
+            },
+            Storage::Segments(segments) => {
+                if let Some(underway) = underway {
+                    underway.land();
+                }
+                segments.read(offset, out)
+            }
         }
     }
 

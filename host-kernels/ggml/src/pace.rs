@@ -70,6 +70,27 @@ pub(crate) struct Pace {
     correction: f64,
 }
 
+/// How long the device had work, until somebody has waited for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Took {
+    /// So long.
+    Exactly(Duration),
+    /// No longer: the device had nothing to do when somebody began to wait.
+    AtMost(Duration),
+    /// So long, with a time in between when it had nothing to do, since the next piece came too
+    /// late.
+    Late(Duration),
+}
+
+impl Took {
+    /// The time until somebody has waited.
+    pub(crate) fn duration(self) -> Duration {
+        match self {
+            Took::Exactly(took) | Took::AtMost(took) | Took::Late(took) => took,
+        }
+    }
+}
+
 /// What is known of the pieces of a plan.
 #[derive(Debug, Clone)]
 pub(crate) enum Known {
@@ -114,16 +135,16 @@ impl Pace {
     }
 
     /// Learns from pieces that followed each other without a wait: they should have taken
-    /// `predicted`, by their times, and took `took`. `is_late`: the device had nothing to do in
-    /// between, since the next piece came too late.
-    pub(crate) fn observe(&mut self, predicted: Duration, took: Duration, is_late: bool) {
+    /// `predicted`, by their times.
+    pub(crate) fn observe(&mut self, predicted: Duration, took: Took) {
         if self.pieces.is_none() || predicted.is_zero() {
             return;
         }
-        let measured = took.as_secs_f64() / predicted.as_secs_f64();
-        let now = match is_late {
-            true => SHORTER * measured.min(self.correction),
-            false => measured,
+        let relative = |took: Duration| took.as_secs_f64() / predicted.as_secs_f64();
+        let now = match took {
+            Took::Exactly(took) => relative(took),
+            Took::AtMost(took) => relative(took).min(self.correction),
+            Took::Late(took) => SHORTER * relative(took).min(self.correction),
         };
         // One slow run, beside other work of the machine, says little.
         let weight = (predicted.as_secs_f64() / WEIGHTY.as_secs_f64()).min(1.0) / 2.0;
@@ -326,10 +347,10 @@ mod tests {
             (sum, sum.mul_f64(correction))
         };
         // One slow run is not enough.
-        pace.observe(predict(&pace).0, 20 * MS, false);
+        pace.observe(predict(&pace).0, Took::Exactly(20 * MS));
         assert_eq!(learnt(&pace).len(), 4);
         for _ in 0..9 {
-            pace.observe(predict(&pace).0, 36 * MS, false);
+            pace.observe(predict(&pace).0, Took::Exactly(36 * MS));
         }
         let (_, predicted) = predict(&pace);
         assert!(predicted.abs_diff(36 * MS) < MS, "{predicted:?}");
@@ -337,12 +358,30 @@ mod tests {
         // A device that gets its work too late is faster than it seems.
         for _ in 0..20 {
             let (sum, predicted) = predict(&pace);
+            let took = predicted.max(12 * MS);
             let is_late = predicted > 12 * MS;
-            pace.observe(sum, predicted.max(12 * MS), is_late);
+            pace.observe(
+                sum,
+                if is_late {
+                    Took::Late(took)
+                } else {
+                    Took::Exactly(took)
+                },
+            );
         }
-        let (_, predicted) = predict(&pace);
+        let (sum, predicted) = predict(&pace);
         assert!((10 * MS..13 * MS).contains(&predicted), "{predicted:?}");
         assert!(learnt(&pace).len() < 12, "{pace:?}");
+        // Nobody was there when the device had done its work: it is no slower than predicted.
+        for _ in 0..20 {
+            pace.observe(sum, Took::AtMost(9 * predicted));
+        }
+        assert_eq!(predict(&pace).1, predicted);
+        // But it may be faster.
+        for _ in 0..20 {
+            pace.observe(predict(&pace).0, Took::AtMost(4 * MS));
+        }
+        assert!(predict(&pace).1 < 5 * MS, "{pace:?}");
     }
 
     #[test]
@@ -371,7 +410,10 @@ mod tests {
             pace.learn(&run);
             pace.learn(&run);
             for _ in 0..flights {
-                pace.observe(Duration::from_micros(100), Duration::from_micros(1), false);
+                pace.observe(
+                    Duration::from_micros(100),
+                    Took::Exactly(Duration::from_micros(1)),
+                );
             }
             learnt(&pace)
         };
@@ -386,7 +428,7 @@ mod tests {
         let run = pieces(&[2, 2, 2, 2]);
         pace.learn(&run);
         pace.learn(&run);
-        pace.observe(8 * MS, 24 * MS, false);
+        pace.observe(8 * MS, Took::Exactly(24 * MS));
         assert_eq!(learnt(&pace)[0].1, 4 * MS);
     }
 

@@ -14,6 +14,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{GraphCounts, Node, Tensor, ValidGraph};
 use vgpu_transport::lock::lock;
 
+use crate::buffer::DeviceBuffer;
 use crate::device::BackendDevice;
 use crate::flight::{Flight, Landing};
 use crate::located::{BYTES_OF_BUFFER, BYTES_OF_TENSOR, Located, Place, is_current};
@@ -55,6 +56,8 @@ pub(crate) struct GgmlPlan {
     numbered: Option<(Arc<[Piece]>, u64)>,
     /// The split that the next launch begins with, and the node of the device.
     next: (usize, usize),
+    /// The end of a run that the device has been given, and nobody has waited for.
+    in_flight: Option<Flight>,
     /// The pieces of the present run that were measured, each alone.
     measured: Vec<Piece>,
     growth: Growth,
@@ -98,6 +101,7 @@ const KEPT_WORK_BUFFER: u64 = 16 << 20;
 
 impl Drop for GgmlPlan {
     fn drop(&mut self) {
+        self.land();
         if self.work_buffer > KEPT_WORK_BUFFER {
             self.device.give_work_buffer_back();
         }
@@ -236,6 +240,7 @@ impl GgmlPlan {
             pace,
             numbered: None,
             next: (0, 0),
+            in_flight: None,
             growth: Growth::new(),
             room,
             repacked,
@@ -247,8 +252,8 @@ impl GgmlPlan {
     /// Products whose weights the guest has written since read the guest's bytes.
     fn forget_old_copies(&mut self) {
         let before = self.repacked.len();
-        // SAFETY: the nodes are tensors of the arena, which no backend has: each launch waits for
-        // what it has submitted before it returns.
+        // SAFETY: the nodes are tensors of the arena, which no backend has: each launch begins with
+        // a wait for what the one before has submitted.
         { &mut self.repacked }.retain(|source| unsafe { source.refresh() });
         if self.repacked.len() < before {
             // The graphs are no longer those with these numbers.
@@ -312,7 +317,7 @@ impl GgmlPlan {
         end: usize,
         known: &Known,
         turn: &Turn,
-        flight: &mut Flight<'_>,
+        flight: &mut Flight,
     ) -> Result<RunStatus, RunError> {
         let is_end = self.next.0 + 1 == self.splits.len();
         if !self.is_current() {
@@ -334,8 +339,11 @@ impl GgmlPlan {
             // SAFETY: the plan keeps the tensors and the memories, whose bytes are where they were
             // at the compilation (checked above). The graph does not change before it has landed:
             // each piece of a flight has another one. The caller lets nothing access the memories
-            // during a run: the contract of `Memory`. `launch` lands before it returns.
-            let submitted = unsafe { flight.submit(graph, piece.time) };
+            // during a run, except for reads that come behind it: the contract of `Memory`.
+            // `launch` lands before it returns, or leaves the flight to `in_flight`, which lands
+            // before the plan is launched again or ends.
+            let submitted =
+                unsafe { flight.submit(device_buffers(&self.buffers), graph, piece.time) };
             submitted.map_err(|status| RunError::Kernel {
                 node: self.places[begin] as usize,
                 op: "",
@@ -347,7 +355,9 @@ impl GgmlPlan {
             self.next.1 = piece.end;
             if !matches!(known, Known::Pieces(..)) {
                 // The time of a piece is measured alone.
-                let took = flight.land().map_or(Duration::ZERO, |it| it.took);
+                let took = flight
+                    .land()
+                    .map_or(Duration::ZERO, |it| it.took.duration());
                 self.growth.learn(piece.end - begin, took);
                 self.measured.push(Piece {
                     time: took,
@@ -372,14 +382,38 @@ impl GgmlPlan {
 
     /// Learns from pieces that have landed.
     fn observe(&self, landing: Option<Landing>) {
-        if let Some(Landing {
-            took,
-            predicted,
-            is_late,
-        }) = landing
-        {
-            lock(&self.pace).observe(predicted, took, is_late);
+        if let Some(Landing { took, predicted }) = landing {
+            lock(&self.pace).observe(predicted, took);
         }
+    }
+
+    /// Waits for what the last launch has left to the device.
+    fn land(&mut self) {
+        let Some(mut flight) = self.in_flight.take() else {
+            return;
+        };
+        let work = Arc::clone(flight.underway());
+        let landing = flight.land();
+        for memory in memories(&self.buffers) {
+            memory.end_underway(&work);
+        }
+        self.observe(landing);
+    }
+
+    /// Ends a run whose last pieces the device has, of which `known` was known. Leaves them to the
+    /// device if reads can come behind them: their time is known, so that the turn ends soon.
+    fn leave(&mut self, mut flight: Flight, known: &Known) -> RunStatus {
+        let can_leave = self.device.allocator.staging().is_some();
+        if !can_leave || flight.pieces() == 0 || !matches!(known, Known::Pieces(..)) {
+            self.observe(flight.land());
+            return RunStatus::Done;
+        }
+        let work = Arc::clone(flight.underway());
+        for memory in memories(&self.buffers) {
+            memory.begin_underway(&work);
+        }
+        self.in_flight = Some(flight);
+        RunStatus::InFlight
     }
 
     /// Runs the splits from where the last launch has ended, until `turn` is over.
@@ -417,13 +451,24 @@ impl GgmlPlan {
                 return Ok(RunStatus::Yielded);
             }
         }
-        self.observe(flight.land());
+        let status = self.leave(flight, &known);
         let measured = self.measured.last().map_or(0, |piece| piece.end);
         if measured > 0 && measured == self.graph.len() {
             lock(&self.pace).learn(&self.measured);
         }
-        Ok(RunStatus::Done)
+        Ok(status)
     }
+}
+
+/// The memories of a plan, which are this engine's.
+fn memories(buffers: &[Arc<dyn Memory>]) -> impl Iterator<Item = &GgmlMemory> {
+    let memories = buffers.iter().map(|buffer| buffer.as_any());
+    memories.filter_map(|memory| memory.downcast_ref())
+}
+
+/// The buffers of the device that are one memory each. Writes wait in no others.
+fn device_buffers(buffers: &[Arc<dyn Memory>]) -> impl Iterator<Item = &DeviceBuffer> {
+    memories(buffers).filter_map(GgmlMemory::buffer)
 }
 
 /// The buffers of a plan.
@@ -441,6 +486,14 @@ impl DeviceMemory for Buffers<'_> {
 
 impl Plan for GgmlPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        self.land();
+        // What another plan over the same memory has left to the device ends first: some backends
+        // copy beside their graphs, and order a copy with the graphs behind it only.
+        for memory in memories(&self.buffers) {
+            if let Some(work) = memory.underway() {
+                work.land();
+            }
+        }
         // Tensors of the plan are in the buffers of the segments that it was compiled for.
         if !self.is_current() {
             self.rewind();
@@ -464,6 +517,11 @@ impl Plan for GgmlPlan {
         outcome
     }
 
+    fn wait(&mut self) -> Result<(), RunError> {
+        self.land();
+        Ok(())
+    }
+
     fn plan_bytes(&self) -> u64 {
         let splits = self.splits.iter().map(|split| match split {
             Split::Device(_) => 0,
@@ -485,13 +543,14 @@ impl Plan for GgmlPlan {
     }
 
     fn allocate(&mut self) -> Result<(), EngineError> {
+        self.land();
         for split in &mut self.splits {
             if let Split::Planned(node) = split {
                 *split = Split::Other(Box::new(node.allocate(&*self.fallback)?));
             }
         }
-        // SAFETY: the results are tensors of the arena, which no backend has now: each launch waits
-        // for what it has submitted before it returns, and this call has the plan alone.
+        // SAFETY: the results are tensors of the arena, which no backend has now: what the last
+        // launch has submitted was waited for above, and this call has the plan alone.
         unsafe { self.room.allocate(&self.device.allocator) }
     }
 

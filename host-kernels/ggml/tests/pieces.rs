@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use changed_backend::{Changes, changed_backend};
+use changed_backend::{Changes, Queue, changed_backend};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, Memory, Plan, RunStatus, Turn};
 use vgpu_ggml::{BackendOptions, GgmlEngine};
@@ -32,6 +32,17 @@ fn later(node_time: u32) -> Changes<'static> {
     Changes {
         end: "return compute_later(backend, graph);",
         node_time,
+        ..Changes::default()
+    }
+}
+
+/// The same, of a device that leaves the end of a run to whoever waits for it.
+fn with_queue(node_time: u32) -> Changes<'static> {
+    Changes {
+        end: "return compute_queued(backend, graph);",
+        node_time,
+        queue: Queue::GraphsAndCopies,
+        kind: "GGML_BACKEND_DEVICE_TYPE_GPU",
         ..Changes::default()
     }
 }
@@ -114,19 +125,27 @@ impl Test {
     /// Runs the plan, in one turn.
     fn run(&mut self) -> Duration {
         let begin = Instant::now();
-        assert_eq!(self.plan.launch(&Turn::new()), Ok(RunStatus::Done));
+        let status = self.plan.launch(&Turn::new());
+        assert!(matches!(status, Ok(RunStatus::Done | RunStatus::InFlight)));
+        self.plan.wait().unwrap();
         begin.elapsed()
     }
 }
 
 #[test]
 fn a_run_that_nobody_waits_for_waits_once_for_the_device() {
+    for changes in [later(50), with_queue(50)] {
+        runs_with_one_wait(&changes);
+    }
+}
+
+fn runs_with_one_wait(changes: &Changes<'_>) {
     /// 10 ms of work.
     const NODES: usize = 200;
     /// Runs that other work of the machine may slow down.
     const TRIES: usize = 20;
     let folder = tempfile::tempdir().unwrap();
-    let engine = start(folder.path(), &later(50));
+    let engine = start(folder.path(), changes);
     let mut test = Test::sums(&engine, NODES);
     let mut runs = Vec::new();
     for _ in 0..2 + TRIES {
@@ -153,10 +172,16 @@ fn a_run_that_nobody_waits_for_waits_once_for_the_device() {
 
 #[test]
 fn a_long_run_ends_its_turn_soon_after_somebody_waits() {
+    // 200 ms.
+    for changes in [later(500), with_queue(500)] {
+        ends_its_turn_soon(&changes);
+    }
+}
+
+fn ends_its_turn_soon(changes: &Changes<'_>) {
     const NODES: usize = 400;
     let folder = tempfile::tempdir().unwrap();
-    // 200 ms.
-    let engine = start(folder.path(), &later(500));
+    let engine = start(folder.path(), changes);
     let mut test = Test::sums(&engine, NODES);
     for _ in 0..2 {
         test.run();
@@ -181,11 +206,12 @@ fn a_long_run_ends_its_turn_soon_after_somebody_waits() {
             let turn = Turn::new();
             turn.set_end(Some(Duration::from_millis(30)));
             turns += 1;
-            if test.plan.launch(&turn) == Ok(RunStatus::Done) {
+            if test.plan.launch(&turn) != Ok(RunStatus::Yielded) {
                 break;
             }
             assert!(turns < 20, "it makes no progress");
         }
+        test.plan.wait().unwrap();
         assert_eq!(test.take_sum(), NODES as f32);
     }
     println!("turns ended so late: {late:?}");
