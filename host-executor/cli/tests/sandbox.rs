@@ -526,7 +526,14 @@ fn each_way_out_of_a_process_is_refused() {
             calls.extend(escapes_of_all_but_a_supervisor());
             calls.extend(connections_refused_to(role));
             if (profile, role) == (Profile::Cpu, Role::Worker) {
-                calls.push(("epoll_create1", libc::SYS_epoll_create1, [0, 0, 0]));
+                calls.extend([
+                    ("epoll_create1", libc::SYS_epoll_create1, [0, 0, 0]),
+                    ("epoll_ctl", libc::SYS_epoll_ctl, [0, 0, 0]),
+                    ("epoll_pwait", libc::SYS_epoll_pwait, [0, 0, 0]),
+                    ("epoll_pwait2", libc::SYS_epoll_pwait2, [0, 0, 0]),
+                ]);
+                #[cfg(target_arch = "x86_64")]
+                calls.push(("epoll_wait", libc::SYS_epoll_wait, [0, 0, 0]));
             }
             sandbox::enter(profile, role).expect("a sandbox");
         }

@@ -18,7 +18,7 @@ use vgpu_engine::Extent;
 
 use super::content::ContentKey;
 use super::disk::{CacheError, Disk};
-use super::hash_queue::HashQueue;
+use super::fair_queue::FairQueue;
 use super::options::CacheOptions;
 use super::priority;
 use crate::lock::{Rank, RankedMutex};
@@ -26,12 +26,17 @@ use crate::lock::{Rank, RankedMutex};
 /// What a file counts besides its bytes: two calls of `fsync`.
 const COST_OF_FILE: u64 = 1 << 20;
 
-/// In this time, each writer writes at most [`TIMES`] as many bytes as the cache has.
-const WINDOW: Duration = Duration::from_secs(3600);
-const TIMES: u64 = 4;
+/// A writer writes at most [`TIMES`] as many bytes as the cache has at once, and as many in this time
+/// besides.
+const PERIOD: Duration = Duration::from_secs(3600);
+const TIMES: u64 = 2;
 
-/// Writers whose bytes are remembered, before those of earlier windows are forgotten.
+/// Writers whose bytes are remembered, before those are forgotten that may write all again.
 const MAX_WRITERS: usize = 1024;
+
+/// Contents of one writer that wait, and of all together. Further ones are not cached.
+const MAX_OF_WRITER: usize = 1 << 14;
+const MAX_OF_ALL: usize = 1 << 16;
 
 /// The cache on disk, with its thread, which ends when this is dropped.
 pub(super) struct Cache {
@@ -41,7 +46,7 @@ pub(super) struct Cache {
 
 /// What waits to be written.
 struct WriteQueue {
-    jobs: RankedMutex<HashQueue<Job>>,
+    jobs: RankedMutex<FairQueue<Job>>,
     has_jobs: Condvar,
     has_ended: AtomicBool,
 }
@@ -54,7 +59,7 @@ struct Job {
     extent: Weak<dyn Extent>,
 }
 
-/// The bytes of each writer in its present window.
+/// The bytes that writers have written, less what the time since has made up for.
 struct Written {
     /// The bytes of the cache at most.
     limit: u64,
@@ -70,7 +75,7 @@ impl Cache {
         let limit = options.size;
         let disk = Arc::new(Disk::open(options)?);
         let queue = Arc::new(WriteQueue {
-            jobs: RankedMutex::new(Rank::Weights, HashQueue::default()),
+            jobs: RankedMutex::new(Rank::Weights, FairQueue::with_limit(MAX_OF_WRITER)),
             has_jobs: Condvar::new(),
             has_ended: AtomicBool::new(false),
         });
@@ -100,7 +105,7 @@ impl Cache {
             extent: Weak::clone(extent),
         };
         let mut jobs = self.queue.jobs.lock();
-        let mut is_queued = jobs.push(writer, content.len, job());
+        let mut is_queued = jobs.waiting().0 < MAX_OF_ALL && jobs.push(writer, content.len, job());
         if !is_queued && jobs.make_room(writer, Instant::now(), Job::is_wanted) > 0 {
             is_queued = jobs.push(writer, content.len, job());
         }
@@ -173,10 +178,11 @@ impl WriteQueue {
 impl Written {
     /// Whether a writer may write so many bytes now.
     fn may_write(&self, writer: &Arc<str>, len: u64, now: Instant) -> bool {
-        let before = { self.writers.get(writer) }
-            .filter(|(began, _)| now.saturating_duration_since(*began) < WINDOW)
-            .map_or(0, |(_, bytes)| *bytes);
-        before.saturating_add(len) <= self.limit.saturating_mul(TIMES)
+        let before = self
+            .writers
+            .get(writer)
+            .map_or(0, |last| self.left(*last, now));
+        before.saturating_add(len) <= self.most()
     }
 
     /// Counts bytes that were written for a writer.
@@ -184,17 +190,24 @@ impl Written {
         if bytes == 0 {
             return;
         }
-        let is_recent = |began: Instant| now.saturating_duration_since(began) < WINDOW;
-        if self.writers.len() >= MAX_WRITERS {
-            self.writers.retain(|_, (began, _)| is_recent(*began));
+        let mut writers = std::mem::take(&mut self.writers);
+        if writers.len() >= MAX_WRITERS {
+            writers.retain(|_, last| self.left(*last, now) > 0);
         }
-        let window = { &mut self.writers }
-            .entry(Arc::clone(writer))
-            .or_insert((now, 0));
-        if !is_recent(window.0) {
-            *window = (now, 0);
-        }
-        window.1 = window.1.saturating_add(bytes);
+        let last = writers.entry(Arc::clone(writer)).or_insert((now, 0));
+        *last = (now, self.left(*last, now).saturating_add(bytes));
+        self.writers = writers;
+    }
+
+    /// The bytes that a writer may write at once.
+    fn most(&self) -> u64 {
+        self.limit.saturating_mul(TIMES)
+    }
+
+    /// What is left of a count of bytes.
+    fn left(&self, (since, bytes): (Instant, u64), now: Instant) -> u64 {
+        let part = now.saturating_duration_since(since).as_secs_f64() / PERIOD.as_secs_f64();
+        bytes.saturating_sub((self.most() as f64 * part) as u64)
     }
 }
 
@@ -205,24 +218,42 @@ mod tests {
     #[test]
     fn what_a_writer_writes_in_an_hour_is_limited() {
         let mut written = Written {
-            limit: 100 / TIMES,
+            limit: 600 / TIMES,
             writers: HashMap::new(),
         };
         let [one, two]: [Arc<str>; 2] = ["one".into(), "two".into()];
         let begin = Instant::now();
         let at = |minutes: u64| begin + Duration::from_secs(60 * minutes);
-        written.count(&one, 60, at(0));
-        assert!(written.may_write(&one, 40, at(10)) && !written.may_write(&one, 41, at(10)));
-        written.count(&one, 40, at(10));
-        assert!(!written.may_write(&one, 1, at(59)) && written.may_write(&one, 100, at(60)));
-        assert!(written.may_write(&two, 100, at(10)), "of another writer");
-        written.count(&one, 7, at(60));
-        assert!(written.may_write(&one, 93, at(61)) && !written.may_write(&one, 94, at(61)));
-        // Writers of earlier hours are forgotten.
+        assert!(written.may_write(&one, 600, at(0)) && !written.may_write(&one, 601, at(0)));
+        written.count(&one, 600, at(0));
+        assert!(!written.may_write(&one, 11, at(1)) && written.may_write(&one, 10, at(1)));
+        assert!(written.may_write(&two, 600, at(1)), "of another writer");
+        assert!(written.may_write(&one, 600, at(60)) && !written.may_write(&one, 601, at(120)));
+        // As much as possible, at any time: never more than four times the cache in an hour.
+        let mut all = vec![600];
+        for minute in 1..200 {
+            let mut bytes = 0;
+            while written.may_write(&one, 1, at(minute)) {
+                written.count(&one, 1, at(minute));
+                bytes += 1;
+            }
+            all.push(bytes);
+        }
+        for hour in all.windows(60) {
+            assert!(hour.iter().sum::<u64>() <= 4 * 600 / TIMES, "{hour:?}");
+        }
+        // Writers that may write all again are forgotten.
         for i in 0..3 * MAX_WRITERS {
             let name: Arc<str> = format!("{i}").into();
-            written.count(&name, 1, at(100 + i as u64));
+            written.count(&name, 1, at(1000 + i as u64));
         }
         assert!(written.writers.len() <= MAX_WRITERS + 1);
+    }
+
+    /// Part of the constant in docs/SECURITY.md.
+    #[test]
+    fn what_waits_to_be_written_takes_a_few_mebibytes() {
+        let each = size_of::<(u64, Job)>();
+        assert!(MAX_OF_ALL * each <= 8 << 20, "{each} bytes for each job");
     }
 }

@@ -37,22 +37,22 @@ impl<O: Ord + Clone> ByLength<O> {
         self.0.remove(&(owner.clone(), content.len, content.hash));
     }
 
-    /// The shortest content of an owner that has at least `len` bytes.
-    pub(super) fn at_least(&self, owner: &O, len: u64) -> Option<ContentKey> {
-        let first = (owner.clone(), len, ContentHash([0; 32]));
-        let (found, len, hash) = self.0.range(first..).next()?;
+    /// The longest content of an owner that has at most `len` bytes.
+    pub(super) fn at_most(&self, owner: &O, len: u64) -> Option<ContentKey> {
+        let last = (owner.clone(), len, ContentHash([0xff; 32]));
+        let (found, len, hash) = self.0.range(..=last).next_back()?;
         (found == owner).then_some(ContentKey {
             hash: *hash,
             len: *len,
         })
     }
 
-    /// The different lengths of the contents of an owner, at most `most`, the shortest first.
+    /// The different lengths of the contents of an owner, at most `most`, the longest first.
     pub(super) fn lengths(&self, owner: &O, most: usize) -> Vec<u64> {
-        let mut next = Some(0);
+        let mut next = Some(u64::MAX);
         let lengths = std::iter::from_fn(|| {
-            let len = self.at_least(owner, next?)?.len;
-            next = len.checked_add(1);
+            let len = self.at_most(owner, next?)?.len;
+            next = len.checked_sub(1);
             Some(len)
         });
         lengths.take(most).collect()

@@ -32,6 +32,9 @@ const CHUNK: usize = 256 << 10;
 /// the domain.
 const SHARED_FOLDER: &str = "all";
 
+/// Files that are removed between two looks at the index.
+const REMOVED_AT_ONCE: usize = 256;
+
 /// How long a file is kept from domains that have more than their share.
 const RECENTLY: Duration = Duration::from_secs(3600);
 
@@ -88,6 +91,16 @@ struct Index {
     bytes: u64,
     /// Number of uses so far; orders entries by last use.
     clock: u64,
+}
+
+/// Whether there is room for a file.
+#[derive(Debug, PartialEq, Eq)]
+enum Room {
+    Free,
+    /// There may be once these files are removed, which the index has forgotten.
+    After(Vec<Name>),
+    /// The file is larger than the share of its owner.
+    Never,
 }
 
 /// The files of a sharing domain.
@@ -223,17 +236,17 @@ impl Disk {
         if len > self.limit || extent.strong_count() == 0 {
             return 0;
         }
-        let now = SystemTime::now();
-        let (has_room, evicted) = {
-            let mut index = self.index();
-            if index.files.contains_key(&name) {
-                return 0;
-            }
-            index.make_room(self.limit, (&name.0, len), now)
-        };
-        self.remove_files(evicted);
-        if !has_room {
+        if self.index().files.contains_key(&name) {
             return 0;
+        }
+        let now = SystemTime::now();
+        loop {
+            let room = self.index().make_room(self.limit, (&name.0, len), now);
+            match room {
+                Room::Free => break,
+                Room::Never => return 0,
+                Room::After(removed) => self.remove_files(removed),
+            }
         }
         match self.write(&name, len, extent, has_ended) {
             Ok(()) => {
@@ -332,28 +345,35 @@ impl Index {
         removed
     }
 
-    /// Forgets files until a new one of `len` bytes in the folder `owner` fits into `limit`.
-    /// Returns whether it does, and the names of the files that are forgotten.
-    fn make_room(
-        &mut self,
-        limit: u64,
-        (owner, len): (&Arc<str>, u64),
-        now: SystemTime,
-    ) -> (bool, Vec<Name>) {
+    /// Looks for room for a new file of `len` bytes in the folder `owner`, and forgets some files
+    /// if there is none.
+    fn make_room(&mut self, limit: u64, (owner, len): (&Arc<str>, u64), now: SystemTime) -> Room {
+        let has_room = |index: &Index| index.bytes.saturating_add(len) <= limit;
+        if has_room(self) {
+            return Room::Free;
+        }
+        let count = self.folders.len() + usize::from(!self.folders.contains_key(owner));
+        let share = limit / count as u64;
+        // Nothing is removed in vain: for a file within the share there is always room.
+        if len > share {
+            return Room::Never;
+        }
         let mut removed = Vec::new();
-        while self.bytes.saturating_add(len) > limit
-            && let Some(name) = self.next_to_go(limit, (owner, len), now)
+        while !has_room(self)
+            && removed.len() < REMOVED_AT_ONCE
+            && let Some(name) = self.next_to_go(share, (owner, len), now)
         {
             self.forget(&name);
             removed.push(name);
         }
-        (self.bytes.saturating_add(len) <= limit, removed)
+        Room::After(removed)
     }
 
-    /// The file that goes next for a new one of `len` bytes in the folder `owner`.
+    /// The file that goes next for a new one of `len` bytes, at most `share`, in the folder
+    /// `owner`.
     fn next_to_go(
         &self,
-        limit: u64,
+        share: u64,
         (owner, len): (&Arc<str>, u64),
         now: SystemTime,
     ) -> Option<Name> {
@@ -362,20 +382,19 @@ impl Index {
         if age.is_some_and(|age| age >= RECENTLY) {
             return Some(oldest.clone());
         }
-        let own = self.folders.get(owner);
-        let count = self.folders.len() + usize::from(own.is_none());
-        let share = limit / count as u64;
-        let of_owner = own.map_or(0, |folder| folder.bytes);
-        let may_lose = |name: &Arc<str>, folder: &Folder| match of_owner + len > share {
-            true => name == owner,
-            false => folder.bytes > share,
-        };
-        let folders = { self.folders.iter() }.filter(|(name, folder)| may_lose(name, folder));
         let first = |(name, folder): (&Arc<str>, &Folder)| {
             let (used, hash) = folder.by_use.first_key_value()?;
             Some((*used, (Arc::clone(name), *hash)))
         };
-        let next = folders.filter_map(first).min_by_key(|(used, _)| *used);
+        let own = self.folders.get_key_value(owner);
+        let own = own.filter(|(_, folder)| folder.bytes + len > share);
+        let next = match own {
+            Some(own) => first(own),
+            None => {
+                let large = { self.folders.iter() }.filter(|(_, folder)| folder.bytes > share);
+                large.filter_map(first).min_by_key(|(used, _)| *used)
+            }
+        };
         next.map(|(_, name)| name)
     }
 
@@ -700,35 +719,60 @@ mod tests {
         for i in 0..4 {
             index.add(name("quiet", i), 10, begin);
         }
+        let remove = |index: &mut Index, owner: &str, len, now| {
+            let mut all = Vec::new();
+            loop {
+                match index.make_room(100, (&owner.into(), len), now) {
+                    Room::Free => return Some(all),
+                    Room::After(removed) => all.extend(removed),
+                    Room::Never => return None,
+                }
+            }
+        };
         for i in 0..50 {
-            let owner = "busy".into();
-            let (has_room, removed) = index.make_room(100, (&owner, 10), soon);
-            assert!(has_room && removed.iter().all(|(folder, _)| *folder == owner));
+            let removed = remove(&mut index, "busy", 10, soon).expect("room");
+            assert!(removed.iter().all(|(folder, _)| &**folder == "busy"));
             index.add(name("busy", i), 10, soon);
         }
         assert_eq!(index.folders[&Arc::from("quiet")].bytes, 40);
         assert_eq!(index.bytes, 100);
         // Up to its share, the other domain gets room from the one that has more.
-        let quiet = "quiet".into();
-        let (has_room, removed) = index.make_room(100, (&quiet, 10), soon);
-        assert_eq!((has_room, &removed[..]), (true, &[name("busy", 44)][..]));
+        let removed = remove(&mut index, "quiet", 10, soon);
+        assert_eq!(removed, Some(vec![name("busy", 44)]));
         index.add(name("quiet", 4), 10, soon);
-        let (has_room, removed) = index.make_room(100, (&quiet, 10), soon);
-        assert_eq!((has_room, &removed[..]), (true, &[name("quiet", 0)][..]));
+        let removed = remove(&mut index, "quiet", 10, soon);
+        assert_eq!(removed, Some(vec![name("quiet", 0)]));
         index.add(name("quiet", 5), 10, soon);
-        // A third one, whose file is larger than its share, and has nothing to remove.
-        let third = "third".into();
-        assert_eq!(index.make_room(100, (&third, 40), soon), (false, vec![]));
+        // Nothing goes for a file that is larger than its owner's share, however old the files are.
+        let late = begin + RECENTLY;
+        for (owner, len) in [("third", 40), ("busy", 51)] {
+            assert_eq!(remove(&mut index, owner, len, late), None);
+        }
+        assert_eq!(index.bytes, 100);
         // Up to its share, from both that have more, the least recently used first.
-        let (has_room, removed) = index.make_room(100, (&third, 30), soon);
-        let three = [name("quiet", 1), name("quiet", 2), name("busy", 45)];
-        assert_eq!((has_room, &removed[..]), (true, &three[..]));
+        let removed = remove(&mut index, "third", 30, soon);
+        let three = vec![name("quiet", 1), name("quiet", 2), name("busy", 45)];
+        assert_eq!(removed, Some(three));
         index.add(name("third", 0), 30, soon);
         // A file that nobody has used for an hour goes first, whoever has more.
-        let late = begin + RECENTLY;
-        let (has_room, removed) = index.make_room(100, (&"busy".into(), 20), late);
-        let two = [name("quiet", 3), name("busy", 46)];
-        assert_eq!((has_room, &removed[..]), (true, &two[..]));
+        let removed = remove(&mut index, "busy", 20, late);
+        assert_eq!(removed, Some(vec![name("quiet", 3), name("busy", 46)]));
+    }
+
+    #[test]
+    fn room_is_made_in_parts() {
+        let mut index = Index::default();
+        let now = SystemTime::now();
+        for i in 0..2000_u16 {
+            let mut hash = [0; 32];
+            hash[..2].copy_from_slice(&i.to_le_bytes());
+            index.add(("a".into(), ContentHash(hash)), 1, now);
+        }
+        let mut parts = Vec::new();
+        while let Room::After(removed) = index.make_room(2000, (&"a".into(), 600), now) {
+            parts.push(removed.len());
+        }
+        assert_eq!((parts, index.bytes), (vec![256, 256, 88], 1400));
     }
 
     #[test]

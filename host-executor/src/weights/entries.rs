@@ -9,7 +9,6 @@ use vgpu_engine::Extent;
 use vgpu_transport::wire::ContentHash;
 
 use super::content::{ByLength, ContentKey, Place};
-use super::uploads::MAX_FREED;
 
 /// The entries, by their contents.
 #[derive(Default)]
@@ -19,9 +18,12 @@ pub(super) struct Entries {
     by_address: HashMap<usize, Key>,
     /// All of `by_key`.
     by_length: ByLength<Option<Arc<str>>>,
-    /// When `by_key` has this many entries, entries of freed extents are removed.
-    sweep_at: usize,
+    /// The entry that was looked at last: each new one removes some whose extents were freed.
+    swept: Option<Place<Option<Arc<str>>>>,
 }
+
+/// Entries that each new one looks at.
+const SWEPT_AT_ONCE: usize = 4;
 
 /// Sharing domains that an entry remembers. A session over TCP is a domain of its own, so that the
 /// entry of a model in use would remember ever more of them. A domain that is forgotten proves
@@ -68,13 +70,20 @@ impl Entries {
         self.by_length
             .insert(key.domain.clone(), entry.content(&key));
         self.by_key.insert(key, entry);
-        if self.by_key.len() > self.sweep_at {
-            let dead = self.by_key.iter().filter(|(_, entry)| !entry.is_live());
-            let dead: Vec<Key> = dead.map(|(key, _)| key.clone()).collect();
-            for key in dead {
+        self.sweep();
+    }
+
+    /// Looks at the next entries, and removes those whose extents were freed. All entries are looked
+    /// at while a quarter as many new ones come.
+    fn sweep(&mut self) {
+        let behind = self.by_length.behind(self.swept.as_ref());
+        let next: Vec<Place<Option<Arc<str>>>> = behind.take(SWEPT_AT_ONCE).cloned().collect();
+        self.swept = next.last().filter(|_| next.len() == SWEPT_AT_ONCE).cloned();
+        for (domain, _, hash) in next {
+            let key = Key { domain, hash };
+            if !self.by_key.get(&key).is_some_and(Entry::is_live) {
                 self.remove(&key);
             }
-            self.sweep_at = 2 * self.by_key.len() + MAX_FREED;
         }
     }
 
@@ -90,21 +99,29 @@ impl Entries {
         }
     }
 
-    /// The different lengths of the contents of a sharing domain, at most `most`, the shortest
-    /// first. Removes the entries of freed extents that it meets.
-    pub(super) fn lengths(&mut self, domain: &Option<Arc<str>>, most: usize) -> Vec<u64> {
+    /// The different lengths of the contents of a sharing domain, the longest first: at most `most`,
+    /// and those that are found among `steps` entries. Of the entries of one length, those of freed
+    /// extents, which are removed, and one other are looked at.
+    pub(super) fn lengths(
+        &mut self,
+        domain: &Option<Arc<str>>,
+        most: usize,
+        steps: usize,
+    ) -> Vec<u64> {
         let mut lengths = Vec::new();
-        let mut next = Some(0);
-        while lengths.len() < most
-            && let Some(content) = next.and_then(|len| self.by_length.at_least(domain, len))
-        {
+        let mut next = Some(u64::MAX);
+        for _ in 0..steps {
+            let content = next.and_then(|len| self.by_length.at_most(domain, len));
+            let Some(content) = content.filter(|_| lengths.len() < most) else {
+                break;
+            };
             let key = Key {
                 domain: domain.clone(),
                 hash: content.hash,
             };
             if self.by_key.get(&key).is_some_and(Entry::is_live) {
                 lengths.push(content.len);
-                next = content.len.checked_add(1);
+                next = content.len.checked_sub(1);
             } else {
                 self.remove(&key);
             }
@@ -227,7 +244,7 @@ mod tests {
         }
         assert_eq!((entries.by_key.len(), entries.by_address.len()), (3, 3));
         extents.clear();
-        for i in 3..3 + 2 * MAX_FREED {
+        for i in 3..3 + 1000 {
             let freed: Arc<dyn Extent> = Arc::new(Empty { _number: i });
             let entry = Entry {
                 len: 0,
@@ -236,7 +253,7 @@ mod tests {
             };
             entries.insert(key(i), entry);
         }
-        assert!(entries.by_key.len() <= MAX_FREED + 1);
+        assert!(entries.by_key.len() <= SWEPT_AT_ONCE);
         let extent: Arc<dyn Extent> = Arc::new(Empty { _number: 0 });
         let mut entry = Entry {
             len: 0,
@@ -247,7 +264,7 @@ mod tests {
         (0..2 * MAX_KNOWN_TO).for_each(|i| entry.make_known_to(&domain(i)));
         assert_eq!(entry.known_to.len(), MAX_KNOWN_TO);
         assert!(entry.known_to.contains(&domain(2 * MAX_KNOWN_TO - 1)));
-        assert!(entries.by_address.len() <= MAX_FREED + 1);
+        assert!(entries.by_address.len() <= SWEPT_AT_ONCE);
     }
 
     #[test]
@@ -284,10 +301,10 @@ mod tests {
                 lengths.collect::<std::collections::BTreeSet<u64>>()
             };
             for domain in &domains {
-                let all: Vec<u64> = of(domain).into_iter().collect();
+                let all: Vec<u64> = of(domain).into_iter().rev().collect();
                 for most in [5, 100] {
                     let some = &all[..all.len().min(most)];
-                    assert_eq!(entries.lengths(domain, most), some);
+                    assert_eq!(entries.lengths(domain, most, 10_000), some);
                 }
             }
             let (mut count, mut bytes, mut last) = (0, 0, None);
@@ -303,10 +320,40 @@ mod tests {
         }
         extents.clear();
         for domain in &domains {
-            assert!(entries.lengths(domain, 100).is_empty());
+            assert!(entries.lengths(domain, 100, 10_000).is_empty());
         }
         // What was met is gone.
         assert_eq!((entries.by_key.len(), entries.by_address.len()), (0, 0));
         assert!(entries.by_length.behind(None).next().is_none());
+    }
+
+    #[test]
+    fn lengths_are_found_in_as_many_steps_as_there_are() {
+        let mut entries = Entries::default();
+        let mut extents: Vec<Arc<dyn Extent>> = Vec::new();
+        let ours: Option<Arc<str>> = Some("b".into());
+        for number in 0..3000_usize {
+            let extent: Arc<dyn Extent> = Arc::new(Empty { _number: number });
+            let mut hash = [0; 32];
+            hash[..8].copy_from_slice(&number.to_le_bytes());
+            let domain = Some(["a", "b", "c"][number % 3].into());
+            let key = Key {
+                domain,
+                hash: ContentHash(hash),
+            };
+            let entry = Entry {
+                len: 10 + number as u64 / 3 % 2,
+                extent: Arc::downgrade(&extent),
+                known_to: Vec::new(),
+            };
+            entries.insert(key, entry);
+            extents.push(extent);
+        }
+        // Not more than one step for each length, although 1,000 entries are ours, and 2,000 others.
+        assert_eq!(entries.lengths(&ours, 100, 2), [11, 10]);
+        // Entries of freed extents take a step each, once.
+        extents.clear();
+        assert!(entries.lengths(&ours, 100, 300).is_empty());
+        assert_eq!(entries.by_key.len(), 2700);
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 
-use super::hash_queue::QUANTUM;
+use super::fair_queue::QUANTUM;
 use crate::lock::{Rank, RankedMutex};
 
 /// Bytes that are hashed at once: fits the caches of a core.
@@ -117,7 +117,7 @@ mod tests {
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine;
 
-    use super::super::hash_queue::MAX_WAITING;
+    use super::super::fair_queue::MAX_WAITING;
     use super::*;
 
     /// What a domain may have waiting is part of the constant in docs/SECURITY.md.

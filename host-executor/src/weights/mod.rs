@@ -21,7 +21,7 @@
 //! - `disk`: the cache of weights on disk.
 //! - `entries`: which content each extent has.
 //! - `hash_job`: the hashing of one extent.
-//! - `hash_queue`: the order in which extents are hashed, fair between sharing domains.
+//! - `fair_queue`: the order in which extents are hashed, fair between sharing domains.
 //! - `priority`: the priority of the threads that hash and write.
 //! - `store`: what sessions ask and report, and the thread that hashes.
 //! - `uploads`: extents that guests upload at the same time, or one after the other, without
@@ -31,8 +31,8 @@ mod cache;
 mod content;
 mod disk;
 mod entries;
+mod fair_queue;
 mod hash_job;
-mod hash_queue;
 mod options;
 mod priority;
 mod store;

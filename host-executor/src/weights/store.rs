@@ -17,8 +17,8 @@ use super::cache::Cache;
 use super::content::ContentKey;
 use super::disk::{CacheError, CachedExtent};
 use super::entries::{Entries, Entry, Key};
+use super::fair_queue::FairQueue;
 use super::hash_job::{Hashed, Inbox, Job, Merge, hash_part};
-use super::hash_queue::HashQueue;
 use super::options::{CacheOptions, Sharing};
 use super::priority;
 use super::uploads::{self, CandidateExtents, Uploads};
@@ -33,6 +33,9 @@ pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
 
 /// Extents that are queued with one lock of the queue.
 const QUEUED_AT_ONCE: usize = 256;
+
+/// Entries that are looked at for the lengths of a sharing domain.
+const MAX_STEPS: usize = 4 * MAX_LENGTHS;
 
 /// Entries that are counted at a time.
 const COUNTED_AT_ONCE: usize = 1024;
@@ -61,7 +64,7 @@ impl Drop for Handle {
 /// What waits for the hashing thread.
 #[derive(Default)]
 struct Queue {
-    jobs: HashQueue<Job>,
+    jobs: FairQueue<Job>,
     has_ended: bool,
 }
 
@@ -98,7 +101,7 @@ struct StoreState {
     has_jobs: Condvar,
     /// Those of all devices.
     wrong_proofs: Arc<RankedMutex<WrongProofs>>,
-    disk: Option<Arc<Cache>>,
+    cache: Option<Arc<Cache>>,
     counters: Counters,
 }
 
@@ -177,9 +180,9 @@ impl WeightStore {
     /// # Errors
     /// [`CacheError`] if the cache cannot be opened or the thread cannot be started.
     pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<WeightStore, CacheError> {
-        let disk = cache.map(Cache::open).transpose()?.map(Arc::new);
+        let cache = cache.map(Cache::open).transpose()?.map(Arc::new);
         let wrong_proofs = RankedMutex::new(Rank::Weights, HashMap::new());
-        let store = WeightStore::with(sharing, disk, Arc::new(wrong_proofs));
+        let store = WeightStore::with(sharing, cache, Arc::new(wrong_proofs));
         store.map_err(CacheError::Thread)
     }
 
@@ -192,16 +195,16 @@ impl WeightStore {
     pub(crate) fn for_another_engine(&self) -> io::Result<WeightStore> {
         let StoreState {
             sharing,
-            disk,
+            cache,
             wrong_proofs,
             ..
         } = self.shared.as_ref();
-        WeightStore::with(*sharing, disk.clone(), Arc::clone(wrong_proofs))
+        WeightStore::with(*sharing, cache.clone(), Arc::clone(wrong_proofs))
     }
 
     fn with(
         sharing: Sharing,
-        disk: Option<Arc<Cache>>,
+        cache: Option<Arc<Cache>>,
         wrong_proofs: Arc<RankedMutex<WrongProofs>>,
     ) -> io::Result<WeightStore> {
         let shared = Arc::new(StoreState {
@@ -213,7 +216,7 @@ impl WeightStore {
             queue: RankedMutex::new(Rank::Weights, Queue::default()),
             has_jobs: Condvar::new(),
             wrong_proofs,
-            disk,
+            cache,
             counters: Counters::default(),
         });
         let worker = Arc::clone(&shared);
@@ -248,7 +251,7 @@ impl WeightStore {
             hashed: counters.hashed.load(Ordering::Relaxed),
             extents,
             bytes,
-            disk_bytes: self.shared.disk.as_ref().map_or(0, |disk| disk.bytes()),
+            disk_bytes: self.shared.cache.as_ref().map_or(0, |disk| disk.bytes()),
         }
     }
 
@@ -289,16 +292,17 @@ impl WeightStore {
 }
 
 impl SessionStore {
-    /// The lengths of the contents that this session may look up, the shortest first.
+    /// The lengths of the contents that this session may look up, the longest first: they have the
+    /// most bytes.
     pub(crate) fn lengths(&self) -> Vec<u64> {
         let shared = &self.weights.shared;
         let domain = shared.domain_of(&self.domain);
-        let in_memory = shared.entries().lengths(&domain, MAX_LENGTHS);
-        let on_disk = { shared.disk.as_ref() }.map(|disk| disk.lengths(domain.as_deref()));
+        let in_memory = shared.entries().lengths(&domain, MAX_LENGTHS, MAX_STEPS);
+        let on_disk = { shared.cache.as_ref() }.map(|disk| disk.lengths(domain.as_deref()));
         let lengths: BTreeSet<u64> = { in_memory.into_iter() }
             .chain(on_disk.unwrap_or_default())
             .collect();
-        lengths.into_iter().take(MAX_LENGTHS).collect()
+        lengths.into_iter().rev().take(MAX_LENGTHS).collect()
     }
 
     /// Looks a content up.
@@ -326,7 +330,7 @@ impl SessionStore {
     fn find_on_disk(&self, wanted: ContentKey) -> LookupResult {
         let shared = &self.weights.shared;
         let key = shared.key(&self.domain, wanted.hash);
-        let disk = shared.disk.as_ref();
+        let disk = shared.cache.as_ref();
         match disk.and_then(|disk| disk.find(key.domain.as_deref(), wanted)) {
             Some(cached) if key.domain.is_some() => LookupResult::Granted(Source::Disk(cached)),
             // The cache does not store which sharing domains have uploaded a content.
@@ -344,7 +348,7 @@ impl SessionStore {
             is_wanted.then(|| WeakSource::Memory(Weak::clone(&entry.extent)))
         });
         in_memory.or_else(|| {
-            let cached = shared.disk.as_ref()?.find(key.domain.as_deref(), wanted)?;
+            let cached = shared.cache.as_ref()?.find(key.domain.as_deref(), wanted)?;
             Some(WeakSource::Disk(cached))
         })
     }
@@ -433,7 +437,7 @@ impl SessionStore {
         let shared = &self.weights.shared;
         // Nobody would find a file in a folder of a domain that ends.
         let is_cached = !self.is_of_session || shared.domain_of(&self.domain).is_none();
-        let writer = Some(&self.prover).filter(|_| is_cached && shared.disk.is_some());
+        let writer = Some(&self.prover).filter(|_| is_cached && shared.cache.is_some());
         let mut not_queued = 0;
         for part in extents.chunks(QUEUED_AT_ONCE) {
             let sizes: Vec<u64> = part.iter().map(|(_, extent)| extent.size()).collect();
@@ -623,7 +627,7 @@ impl StoreState {
             }
             Some(_) => {}
             None => {
-                if let (Some(disk), Some(writer)) = (&self.disk, &job.writer) {
+                if let (Some(disk), Some(writer)) = (&self.cache, &job.writer) {
                     let len = extent.size();
                     let content = ContentKey { hash, len };
                     disk.put_later(writer, key.domain, content, &job.extent);

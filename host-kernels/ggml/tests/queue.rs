@@ -477,22 +477,26 @@ fn a_small_write_does_not_wait_for_the_device_that_another_guest_waits_for() {
     let one = || device.guest(64 * KIB, &vectors(1, 1), &[(Op::Add {}, 1, &[0, 0])]);
     let (mut running, other) = (one(), one());
     running.measure();
-    running.launch();
-    std::thread::scope(|scope| {
-        let begin = Instant::now();
-        let waiter = scope.spawn(|| running.plan.wait().unwrap());
-        std::thread::sleep(Duration::from_millis(20));
-        let mut took = Vec::new();
-        while !waiter.is_finished() && took.len() < 20 {
+    // A write that waited would take the rest of the 100 ms each time.
+    let mut took = Vec::new();
+    for _ in 0..5 {
+        running.launch();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| running.plan.wait().unwrap());
+            std::thread::sleep(Duration::from_millis(20));
             let begin = Instant::now();
             put(&*other.memory[0], 0, &[1.0; WIDTH]);
-            took.push(begin.elapsed());
+            took.push((begin.elapsed(), waiter.is_finished()));
+            waiter.join().unwrap();
+        });
+        if took
+            .last()
+            .is_some_and(|(took, ended)| took.as_millis() < 40 && !ended)
+        {
+            return;
         }
-        waiter.join().unwrap();
-        println!("writes took {took:?}, the wait {:?}", begin.elapsed());
-        assert!(took.iter().any(|took| took.as_millis() < 10), "{took:?}");
-        assert!(took.len() > 1, "{took:?}");
-    });
+    }
+    panic!("the time of each write, and whether the wait had ended: {took:?}");
 }
 
 #[test]

@@ -307,3 +307,38 @@ pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]
     // contract of `View::new` holds, and plain elements as aligned as those of `view`.
     unsafe { View::new(view.ptr().wrapping_add(offset), &shape) }
 }
+
+#[cfg(test)]
+mod tests {
+    use vgpu_transport::ir::Type;
+
+    use super::*;
+
+    #[test]
+    fn strips_of_elements_in_many_pages_are_short() {
+        let mut memory = vec![0_u32; 64 << 10];
+        let view = |memory: &mut Vec<u32>, step: usize| {
+            let shape = Shape {
+                ty: Type::F32,
+                ne: [50, 1, 1, 1],
+                nb: [4 * step as u64, 4, 4, 4],
+            };
+            // SAFETY: 50 elements that are `step` elements apart lie in the memory, which outlives
+            // the view and is accessed by nothing else.
+            unsafe { View::new(memory.as_mut_ptr().cast(), &shape) }
+        };
+        let [dense, near, far] = [1, 256, 1200].map(|step| view(&mut memory, step));
+        for (dst, src, most) in [
+            (dense, dense, 1 << 17),
+            (near, near, PAGES_OF_STRIP / 2048),
+            (dense, far, PAGES_OF_STRIP / 4100),
+            // However far, an element is in one page.
+            (far, far, PAGES_OF_STRIP / 8192),
+        ] {
+            let walk = Walk::new(dst, [src]);
+            assert_eq!(walk.grain(1 << 20), most);
+            assert_eq!(walk.grain(40), 40);
+        }
+        assert_eq!(Walk::new(far, []).grain(1 << 20), PAGES_OF_STRIP / 4096);
+    }
+}

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// Bytes that are hashed before another domain may be next.
 pub(super) const QUANTUM: u64 = 16 << 20;
 
-/// Extents of one domain that wait at once. Further ones are not hashed, and not shared by hash.
+/// Items of one domain that wait at once. Further extents are not hashed, and not shared by hash.
 pub(super) const MAX_WAITING: usize = 1 << 16;
 
 /// Bytes of one domain that wait at once.
@@ -28,8 +28,10 @@ const MAX_IDLE: usize = 1024;
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Items of several domains that wait.
-pub(super) struct HashQueue<T> {
+pub(super) struct FairQueue<T> {
     domains: HashMap<Arc<str>, Domain<T>>,
+    /// The items of one domain at most.
+    most: usize,
     /// The virtual time at which the latest item began.
     clock: u64,
 }
@@ -38,7 +40,7 @@ struct Domain<T> {
     waiting: VecDeque<(u64, T)>,
     /// Bytes of `waiting`.
     bytes: u64,
-    /// Virtual time: bytes hashed, plus what the domain has missed in pauses.
+    /// Virtual time: bytes of items that are done, plus what the domain has missed in pauses.
     used: u64,
     /// When the items were last looked through.
     swept: Option<Instant>,
@@ -47,22 +49,28 @@ struct Domain<T> {
 /// What waited of a domain that is gone. Dropping it takes as long as there are items.
 pub(super) struct Removed<T>(#[expect(dead_code, reason = "only dropped")] Option<Domain<T>>);
 
-impl<T> Default for HashQueue<T> {
-    fn default() -> HashQueue<T> {
-        HashQueue {
-            domains: HashMap::new(),
-            clock: 0,
-        }
+impl<T> Default for FairQueue<T> {
+    fn default() -> FairQueue<T> {
+        FairQueue::with_limit(MAX_WAITING)
     }
 }
 
-impl<T> HashQueue<T> {
+impl<T> FairQueue<T> {
+    /// An empty queue, for at most so many items of each domain.
+    pub(super) fn with_limit(most: usize) -> FairQueue<T> {
+        FairQueue {
+            domains: HashMap::new(),
+            most,
+            clock: 0,
+        }
+    }
+
     /// Adds an item of `bytes` bytes. Returns whether there was room.
     pub(super) fn push(&mut self, domain: &Arc<str>, bytes: u64, item: T) -> bool {
-        let clock = self.clock;
+        let (clock, most) = (self.clock, self.most);
         let domain = self.domain(domain);
         let total = domain.bytes.saturating_add(bytes);
-        if domain.waiting.len() >= MAX_WAITING || total > MAX_WAITING_BYTES {
+        if domain.waiting.len() >= most || total > MAX_WAITING_BYTES {
             return false;
         }
         if domain.waiting.is_empty() {
@@ -81,8 +89,8 @@ impl<T> HashQueue<T> {
     }
 
     /// Makes room for further items of a domain: removes those for which `keep` does not hold. Does
-    /// nothing if that was done a moment ago: others wait meanwhile. Returns how many items are
-    /// gone.
+    /// nothing if that was done in the last second: others wait meanwhile. Returns how many items
+    /// are gone.
     pub(super) fn make_room(
         &mut self,
         domain: &Arc<str>,
@@ -141,7 +149,7 @@ impl<T> HashQueue<T> {
         })
     }
 
-    /// Counts bytes that were hashed for a domain.
+    /// Counts bytes of an item of a domain that are done.
     pub(super) fn used(&mut self, domain: &Arc<str>, bytes: u64) {
         let is_idle = || self.domains.values().all(|t| t.waiting.is_empty());
         if self.domains.len() > MAX_IDLE && is_idle() {
@@ -168,7 +176,7 @@ mod tests {
     use super::*;
 
     /// Hashes one quantum; returns its domain and whether the item is complete.
-    fn step(queue: &mut HashQueue<u64>) -> Option<(Arc<str>, bool)> {
+    fn step(queue: &mut FairQueue<u64>) -> Option<(Arc<str>, bool)> {
         let (name, left) = queue.pop()?;
         let bytes = left.min(QUANTUM);
         if left > bytes {
@@ -187,7 +195,7 @@ mod tests {
             (64 << 10, true),
             (1 << 30, false),
         ] {
-            let mut queue = HashQueue::default();
+            let mut queue = FairQueue::default();
             for _ in 0..MAX_WAITING {
                 assert!(queue.push(&many, size.min(1 << 20), size));
             }
@@ -221,7 +229,7 @@ mod tests {
     #[test]
     fn a_domain_that_returns_again_and_again_does_not_pass_others() {
         let (pausing, waiting): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
-        let mut queue = HashQueue::default();
+        let mut queue = FairQueue::default();
         queue.push(&waiting, 100 * QUANTUM, 100 * QUANTUM);
         let mut hashed = HashMap::new();
         for _ in 0..100 {
@@ -235,7 +243,7 @@ mod tests {
     #[test]
     fn what_a_domain_may_have_waiting_is_limited_and_forgotten() {
         let (one, two): (Arc<str>, Arc<str>) = ("one".into(), "two".into());
-        let mut queue = HashQueue::default();
+        let mut queue = FairQueue::default();
         for _ in 0..MAX_WAITING {
             assert!(queue.push(&one, 1, 1));
         }
