@@ -26,8 +26,8 @@ use crate::lock::{Rank, RankedMutex};
 /// What a file counts besides its bytes: two calls of `fsync`.
 const COST_OF_FILE: u64 = 1 << 20;
 
-/// A writer writes at most [`TIMES`] as many bytes as the cache has at once, and as many in this time
-/// besides.
+/// A writer writes at most [`TIMES`] as many bytes as the cache has at once, and as many in this
+/// time besides.
 const PERIOD: Duration = Duration::from_secs(3600);
 const TIMES: u64 = 2;
 

@@ -188,7 +188,7 @@ impl Disk {
         self.index().bytes
     }
 
-    /// The different lengths of the contents of a sharing domain, the shortest first, as many as a
+    /// The different lengths of the contents of a sharing domain, the longest first, as many as a
     /// message has.
     pub(super) fn lengths(&self, domain: Option<&str>) -> Vec<u64> {
         let folder = folder_name(domain).into();
@@ -697,8 +697,8 @@ mod tests {
         // The same file again.
         index.add(name("b", 3), 13, now);
         assert_eq!(index.bytes, 10 + 11 + 12 + 13 + 15);
-        assert_eq!(index.by_length.lengths(&"b".into(), 9), [11, 13, 15]);
-        assert_eq!(index.by_length.lengths(&"b".into(), 2), [11, 13]);
+        assert_eq!(index.by_length.lengths(&"b".into(), 9), [15, 13, 11]);
+        assert_eq!(index.by_length.lengths(&"b".into(), 2), [15, 13]);
         assert_eq!(index.shrink(40), [name("a", 2), name("b", 5)]);
         assert_eq!(index.shrink(13), [name("a", 0), name("b", 1)]);
         assert_eq!(

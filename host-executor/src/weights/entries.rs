@@ -73,8 +73,8 @@ impl Entries {
         self.sweep();
     }
 
-    /// Looks at the next entries, and removes those whose extents were freed. All entries are looked
-    /// at while a quarter as many new ones come.
+    /// Looks at the next entries, and removes those whose extents were freed. All entries are
+    /// looked at while a quarter as many new ones come.
     fn sweep(&mut self) {
         let behind = self.by_length.behind(self.swept.as_ref());
         let next: Vec<Place<Option<Arc<str>>>> = behind.take(SWEPT_AT_ONCE).cloned().collect();
@@ -99,9 +99,9 @@ impl Entries {
         }
     }
 
-    /// The different lengths of the contents of a sharing domain, the longest first: at most `most`,
-    /// and those that are found among `steps` entries. Of the entries of one length, those of freed
-    /// extents, which are removed, and one other are looked at.
+    /// The different lengths of the contents of a sharing domain, the longest first: at most
+    /// `most`, and those that are found among `steps` entries. Of the entries of one length, those
+    /// of freed extents, which are removed, and one other are looked at.
     pub(super) fn lengths(
         &mut self,
         domain: &Option<Arc<str>>,
@@ -349,7 +349,8 @@ mod tests {
             entries.insert(key, entry);
             extents.push(extent);
         }
-        // Not more than one step for each length, although 1,000 entries are ours, and 2,000 others.
+        // Not more than one step for each length, although 1,000 entries are ours, and 2,000
+        // others.
         assert_eq!(entries.lengths(&ours, 100, 2), [11, 10]);
         // Entries of freed extents take a step each, once.
         extents.clear();

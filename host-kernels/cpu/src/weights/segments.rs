@@ -15,8 +15,8 @@ use vgpu_engine::{CopyAccount, EngineError, MAX_COPIES};
 /// Bytes that are copied between two questions whether the work is cancelled: a millisecond.
 pub(super) const COPIED_AT_ONCE: u64 = 4 << 20;
 
-/// The alignment of tensors. Places of bytes in memory and in their buffer are equal modulo this, so
-/// that a tensor in a segment is aligned as in one region.
+/// The alignment of tensors. Places of bytes in memory and in their buffer are equal modulo this,
+/// so that a tensor in a segment is aligned as in one region.
 pub(super) const ALIGN: u64 = 256;
 
 /// The state of a buffer for weights.
