@@ -272,7 +272,8 @@ mod tests {
         let mut random = vgpu_gguf::Rng::new(7, 0);
         let mut entries = Entries::default();
         let domains: [Option<Arc<str>>; 3] = [None, Some("a".into()), Some("b".into())];
-        let mut extents: Vec<(Option<Arc<str>>, u64, Arc<dyn Extent>)> = Vec::new();
+        type Known = (Option<Arc<str>>, u64, Arc<dyn Extent>);
+        let mut extents: Vec<Known> = Vec::new();
         for number in 0..2000_usize {
             let domain = domains[random.below(3) as usize].clone();
             let len = random.below(40);
